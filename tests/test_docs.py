@@ -26,7 +26,7 @@ from vllm_segreuse.scheduling.tracked import Report
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
 BESIDE = ("csrc", "examples", "kernels", "models")
-PACKAGES = ("segreuse_tools", "vllm_segreuse")
+PACKAGES = ("segreuse_store", "segreuse_tools", "vllm_segreuse")
 OURS = ("bench", "examples", "lab", "recipes", "scripts", "tests", *PACKAGES)
 
 

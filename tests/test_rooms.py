@@ -8,6 +8,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "vllm_segreuse"
 TOOLS = REPOSITORY / "segreuse_tools"
+STORE = REPOSITORY / "segreuse_store"
 
 ORDER = (
     *("compat", "kernels", "engine", "plan", "policies", "options", "model"),
@@ -95,3 +96,11 @@ def test_the_tools_import_the_package_and_it_never_imports_them() -> None:
         if module.split(".")[0] == TOOLS.name
     ]
     assert back == []
+
+
+def test_the_package_imports_the_store_which_imports_neither_it_nor_torch_nor_vllm() -> None:
+    """Not inside functions or for types either."""
+    used = {module.split(".")[0] for _, _, module in imported(STORE)}
+    assert STORE.name in used
+    assert not used & {PACKAGE.name, TOOLS.name, "torch", "vllm"}
+    assert STORE.name in {module.split(".")[0] for _, _, module in imported(PACKAGE)}

@@ -295,7 +295,7 @@ def test_text_behind_images_keeps_its_numbers_beside_records() -> None:
     blocks = np.flatnonzero(index.nodes["born"][:64])
     before = {int(block): index.lags_of(block[None]).tolist() for block in blocks}
     assert any(any(lags) for lags in before.values())
-    catalogue = parts_of(world.side).tier._catalogue  # type: ignore[union-attr]
+    catalogue = parts_of(world.side).tier.catalogue  # type: ignore[union-attr]
     for block in blocks.tolist():
         catalogue._link_block(block, SimpleNamespace(entry=-1))
         assert index.lags_of(np.array([block])).tolist() == before[block]

@@ -388,8 +388,8 @@ def test_approximate_records_are_never_restored() -> None:
 def test_a_record_of_deeper_provenance_is_not_exact_whatever_its_key(world: Restoring) -> None:
     tier = parts_of(world.side).tier
     assert tier is not None
-    for record in tier._catalogue:
-        record.depth = 1
+    for record in tier.catalogue:
+        record.about = record.about._replace(depth=1)
     admitted = world.admit(PROMPT)
     assert admitted.plan is None or not admitted.plan.num_restored
 

@@ -86,6 +86,11 @@ class Known:
         return int(self._spares[_CELLS])
 
     @property
+    def num_detached(self) -> int:
+        """Handles of `detach` that are neither attached, joined nor let go."""
+        return len(self._detached)
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all of it."""
         arrays = self._cells, self._marks, self._first_cell, self._first_mark

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each record of the second tier: one block's KV, of all layers and ranks.
+"""The records of the second tier: which there are, where they are, and who finds them.
 
 A record is an entry of the segment index, behind the blocks of vLLM's pool. It is *shown* there as
 soon as its content may be read, and removed when host memory and files have both lost it.
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
+from segreuse_store import StoredRecord
 from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.cache.links import NODE
 from vllm_segreuse.cache.namespace import HeldNamespaces, NamespaceTable, has_lora
-from vllm_segreuse.plan import IntArray
+from vllm_segreuse.tier.record import About, Record, Seen, unpacked
 
 _FIELD = {name: place for place, name in enumerate(NODE.names or ())}
 _BORN, _NAMESPACE, _BLOCK, _NEXT_VIEW = map(
@@ -34,97 +34,12 @@ _EXACT_KEYS = 1 << 14
 """Keys of exact names that are remembered: requests that wait ask for theirs in every step."""
 
 
-class StoredRecord(NamedTuple):
-    """What has to be stored beside a record's KV, so that it can be found again after a restart.
-
-    Attributes:
-        key: 32 bytes. Records with equal keys hold the same KV.
-        tokens: int32 `[block_size]`.
-        position: of the first token in the sequence that it was computed in.
-        depth: provenance depth; 0: exact.
-        namespaces: keys of namespaces that know it (`cache/namespace.py`), `MAX_TOLD` at most. They
-            contain salts: what is written holds digests of them only.
-        parent: key of the record of the block in front of it; None: it is the first, or unknown.
-        durable: part of a knowledge base's document: other records are removed first.
-    """
-
-    key: bytes
-    tokens: IntArray
-    position: int
-    depth: int
-    namespaces: tuple[bytes, ...]
-    parent: bytes | None
-    durable: bool
-
-
-class Seen(NamedTuple):
-    """A block of vLLM's pool as the index knows it; the fields of its record.
-
-    Attributes:
-        born: step of the index in which it was named; 0: it is a record.
-        namespaces: ids, of those that have entries; none of them is forgotten before
-            `RecordCatalogue.done_with`.
-        parent_block: of the index, in front of it; -1: none.
-        children: blocks of the pool behind it, with their keys.
-        knowers: handle of all who know it beside who computed it (`Known.detach`); 0: nobody, or
-            the block is still there.
-    """
-
-    block: int
-    born: int
-    key: bytes
-    tokens: IntArray
-    position: int
-    depth: int
-    namespaces: tuple[int, ...]
-    parent: bytes | None
-    parent_block: int
-    children: tuple[tuple[int, bytes], ...]
-    knowers: int = 0
-
-
-class Record:
-    """A record, from the order to store it until it is lost.
-
-    Attributes:
-        entry: its id in the segment index; -1: the index does not know it.
-        in_host, on_disk: where its content may be read.
-        namespaces: ids, held until it is shown. After that the index has who knows it, and these
-            are of whom files are told, if they still know it.
-        last_seen: the block that it was made from; None: it is shown.
-        storing: whether a copy to host memory is under way.
-        durable: see `StoredRecord`.
-    """
-
-    __slots__ = (
-        *("depth", "durable", "entry", "in_host", "key", "last_seen", "namespaces", "on_disk"),
-        *("parent", "position", "storing", "tokens"),
-    )
-
-    def __init__(self, seen: Seen) -> None:
-        self.key, self.entry, self.tokens = seen.key, -1, seen.tokens
-        self.position, self.depth, self.parent = seen.position, seen.depth, seen.parent
-        self.namespaces = list(seen.namespaces)
-        self.storing = self.in_host = self.on_disk = self.durable = False
-        self.last_seen: Seen | None = seen
-
-    @property
-    def shown(self) -> bool:
-        """Whether the index knows it."""
-        return self.entry >= 0
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether what may be read of it is, to the last bit, what the model computes for the whole
-        sequence up to its end."""
-        return self.shown and self.depth == 0 and (self.in_host or self.on_disk)
-
-
 class RecordCatalogue:
     """One per engine.
 
     Attributes:
         first_entry: lowest id of a record in the index.
+        end_entry: behind the highest that a record may get; what finds none free is not shown.
         num_in_host, num_on_disk: records there.
         held: references on namespaces, of what was seen and is not shown yet.
 
@@ -145,7 +60,7 @@ class RecordCatalogue:
         key_of: Callable[[int], bytes | None],
         exact_key: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        self.first_entry = num_blocks
+        self.first_entry, self.end_entry = num_blocks, index.num_blocks
         self.block_size = index.block_size
         self._index = index
         self._namespaces = namespaces
@@ -249,12 +164,15 @@ class RecordCatalogue:
             self.held.acquire(namespace)
         # Entries of further namespaces stand for a block, too; the first one is the block itself.
         parent_block = int(nodes[parent]["block"]) if parent >= self._index.num_blocks else parent
+        tokens = self._index.tokens[block].copy()
         return Seen(
-            *(block, first[_BORN], key, self._index.tokens[block].copy()),
-            *(first[_POSITION], first[_DEPTH], tuple(namespaces)),
-            key_at(parent_block),
-            parent_block,
-            tuple((child, key_at(child) or b"") for child in {*children} - together),
+            key=key,
+            about=About(tokens, first[_POSITION], first[_DEPTH], key_at(parent_block)),
+            block=block,
+            born=first[_BORN],
+            namespaces=tuple(namespaces),
+            parent_block=parent_block,
+            children=tuple((child, key_at(child) or b"") for child in {*children} - together),
         )
 
     def done_with(self, seen: Seen) -> None:
@@ -274,8 +192,8 @@ class RecordCatalogue:
     def add(self, seen: Seen) -> Record:
         """A record that is not shown yet."""
         record = self._by_key[seen.key] = Record(seen)
-        if record.parent is not None:
-            self._children.setdefault(record.parent, set()).add(record)
+        if record.about.parent is not None:
+            self._children.setdefault(record.about.parent, set()).add(record)
         return record
 
     def place(self, record: Record, *, in_host: bool, on_disk: bool) -> None:
@@ -299,11 +217,11 @@ class RecordCatalogue:
             self._free.append(record.entry)
         self._settle(record)
         del self._by_key[record.key]
-        if record.parent is not None:
-            siblings = self._children[record.parent]
+        if record.about.parent is not None:
+            siblings = self._children[record.about.parent]
             siblings.discard(record)
             if not siblings:
-                del self._children[record.parent]
+                del self._children[record.about.parent]
 
     def _settle(self, record: Record) -> None:
         seen, record.last_seen = record.last_seen, None
@@ -331,7 +249,7 @@ class RecordCatalogue:
 
     def _has_entry(self, record: Record) -> bool:
         entry = self._free.pop() if self._free else self._next
-        if entry >= self._index.num_blocks:
+        if entry >= self.end_entry:
             return False
         self._next = max(self._next, entry + 1)
         record.entry = entry
@@ -402,36 +320,34 @@ class RecordCatalogue:
         self._index.insert(
             namespace,
             np.asarray([record.entry for record in run], np.int32),
-            np.concatenate([record.tokens for record in run]),
-            first.position,
+            np.concatenate([record.about.tokens for record in run]),
+            first.about.position,
             parent_block=self._parent_block(first),
-            depths=np.asarray([record.depth for record in run], np.int32),
+            depths=np.asarray([record.about.depth for record in run], np.int32),
             facts=BlockFacts(fresh=False),
         )
 
     def _parent_block(self, record: Record) -> int:
         """Who holds the block in front of a record now: vLLM's pool, a record, or nobody."""
-        if record.parent is None:
+        if record.about.parent is None:
             return -1
         seen = record.last_seen
         before = -1 if seen is None else seen.parent_block
-        if 0 <= before < self.first_entry and self._key_of(before) == record.parent:
+        if 0 <= before < self.first_entry and self._key_of(before) == record.about.parent:
             return before
-        parent = self._by_key.get(record.parent)
+        parent = self._by_key.get(record.about.parent)
         return -1 if parent is None else parent.entry
 
     def restore(self, found: Iterable[StoredRecord], namespace: int) -> None:
         """Records that files hold of a namespace, from before the start.
 
         Args:
+            found: in files; `about` is `packed`.
             namespace: id of the namespace, which is in use.
         """
         new: list[Record] = []
         for stored in found:
-            seen = Seen(
-                *(-1, 0, stored.key, stored.tokens, stored.position, stored.depth, (namespace,)),
-                *(stored.parent, -1, ()),
-            )
+            seen = Seen(stored.key, unpacked(stored.about), namespaces=(namespace,))
             record = self._by_key.get(stored.key)
             if record is None:
                 self.held.acquire(namespace)
@@ -442,18 +358,29 @@ class RecordCatalogue:
             self.place(record, in_host=record.in_host, on_disk=True)
         self.show(new)
 
-    def describe(self, key: bytes) -> StoredRecord | None:
-        """What files need to know of a record; None: it must not be written to any."""
-        record = self._by_key.get(key)
-        if record is None or not record.shown:
+    def told(self, record: Record) -> list[bytes] | None:
+        """Keys of the namespaces that files are told of: those that came to know the record last,
+        `MAX_TOLD` at most. They contain salts: what is written holds digests of them only.
+
+        Returns:
+            None: the record must not be written to any file.
+        """
+        if not record.shown:
             return None
-        namespaces = tuple(map(self._namespaces.key, self._knowing(record)[-MAX_TOLD:]))
-        if any(map(has_lora, namespaces)):
-            return None
-        return StoredRecord(
-            *(key, record.tokens, record.position, record.depth, namespaces, record.parent),
-            durable=record.durable,
-        )
+        namespaces = [*map(self._namespaces.key, self._knowing(record)[-MAX_TOLD:])]
+        return None if any(map(has_lora, namespaces)) else namespaces
+
+    def check_integrity(self) -> None:
+        """AssertionError with what is wrong. For tests."""
+        families: dict[bytes, set[Record]] = {}
+        for record in self:
+            if record.about.parent is not None:
+                families.setdefault(record.about.parent, set()).add(record)
+        assert families == self._children, "parents do not know their children"
+        entries = {record.entry: record for record in self if record.shown}
+        assert entries == self._by_entry, "records do not know their entries"
+        free = {*range(self.first_entry, self._next)} - entries.keys()
+        assert sorted(self._free) == sorted(free), "entries are lost"
 
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
@@ -461,8 +388,8 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
     one."""
     runs: list[list[Record]] = []
     open_runs: dict[bytes, list[Record]] = {}
-    for record in sorted(records, key=lambda record: record.position):
-        run = open_runs.pop(record.parent, None) if record.parent is not None else None
+    for record in sorted(records, key=lambda record: record.about.position):
+        run = open_runs.pop(record.about.parent, None) if record.about.parent is not None else None
         if run is None or run[-1].namespaces != record.namespaces:
             run = []
             runs.append(run)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from vllm_segreuse.plan import ReusePlan, Tier
-from vllm_segreuse.tier.catalogue import Seen
+from vllm_segreuse.tier.record import Seen
 
 
 class Decoded:
@@ -56,7 +56,9 @@ class Decoded:
         Returns:
             Those that may be, and those that were decoded.
         """
-        decoded = [found for found in seen if self._is_decoded[found.block] and found.depth > 0]
+        decoded = [
+            found for found in seen if self._is_decoded[found.block] and found.about.depth > 0
+        ]
         self._is_decoded[list(block_ids)] = False
         lossy = {found.block for found in decoded}
         return [found for found in seen if found.block not in lossy], decoded

@@ -11,7 +11,7 @@ begun (`store.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,17 @@ class HostRows(CPUPrimaryTierOffloadingManager):
         self.zeroises = zeroises
         self._forgotten = 0  # rows below were in use before the last reset
         self._erased: set[OffloadKey] = set()
+
+    @property
+    def chunks(self) -> Mapping[OffloadKey, ChunkStatus]:
+        """vLLM's state of every row that is taken, by the key of its record."""
+        found: Mapping[OffloadKey, ChunkStatus] = self._policy.chunks
+        return found
+
+    @property
+    def num_replaceable(self) -> int:
+        """Rows whose records nobody reads or writes: others may take their place."""
+        return int(self._num_evictable_cache_chunks)
 
     def _free_chunk(self, chunk: ChunkStatus) -> None:
         if self.zeroises:

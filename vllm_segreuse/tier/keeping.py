@@ -13,13 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from vllm.v1.kv_offload.tiering.base import TransferJob
-
+from segreuse_store import GroupJournal, StoredRecord
 from vllm_segreuse.features.knowledge.frozen import EntryUse, add_uses
 from vllm_segreuse.features.knowledge.kept import KeptEntries, Place
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.journal import DocumentJournal
 
 
 class WritingStore(Protocol):
@@ -37,7 +34,7 @@ class WritingStore(Protocol):
 
 
 class DurableFiles(Protocol):
-    """What is needed of the file tier.
+    """What is needed of a store of files, such as `segreuse_store.FileStore`.
 
     Attributes:
         num_slots: most records that there may be.
@@ -45,14 +42,17 @@ class DurableFiles(Protocol):
 
     num_slots: int
 
-    def has(self, key: bytes) -> bool:
+    def lookup(self, key: bytes) -> bool:
         """Whether a record can be loaded."""
 
     def records(self) -> Iterable[StoredRecord]:
         """All records."""
 
-    def records_in(self, namespace: bytes) -> Iterable[StoredRecord]:
+    def claim(self, label: bytes) -> Iterable[StoredRecord]:
         """Records of a namespace that are new to this engine; each once."""
+
+    def digest(self, label: bytes) -> bytes:
+        """What stands for a namespace in files [16 bytes]."""
 
     def take_counts(self) -> Counter[str]:
         """What has become of records since the last call."""
@@ -69,8 +69,8 @@ class DurableFiles(Protocol):
     def take_wanted(self) -> Iterable[bytes]:
         """Durable records that no file has, and that may be stored now."""
 
-    def submit_store(self, job_metadata: TransferJob) -> None:
-        """Store rows of host memory."""
+    def submit_store(self, job_id: int, keys: Iterable[bytes], rows: Iterable[int]) -> None:
+        """Store rows of host memory; vLLM's manager learns that it is done."""
 
     @property
     def needs_step(self) -> bool:
@@ -100,7 +100,7 @@ class Keeping:
         health: Health,
         clock: Callable[[], float],
         files: DurableFiles | None = None,
-        journal: DocumentJournal | None = None,
+        journal: GroupJournal | None = None,
         key_of: Callable[[int], bytes | None] = lambda block: None,
     ) -> None:
         self.capacity_blocks = capacity_blocks
@@ -114,7 +114,7 @@ class Keeping:
         self._files = files
         self._kept = KeptEntries(journal)
         if files is not None and journal is not None:
-            files.erase(self._kept.restore(journal.at_start(), files.has))
+            files.erase(self._kept.restore(journal.at_start(), files.lookup))
             durable = (record.key for record in files.records() if record.durable)
             files.erase([key for key in durable if key not in self._kept])
 
@@ -185,7 +185,8 @@ class Keeping:
         if key in self._kept:
             was_on_host, was_on_disk = self._kept.place(key)
             self._kept.placed(
-                *(key, was_on_host if on_host is None else on_host),
+                key,
+                was_on_host if on_host is None else on_host,
                 was_on_disk if on_disk is None else on_disk,
             )
 
@@ -206,4 +207,4 @@ class Keeping:
             self.moved(key, on_disk=self._is_on_disk(key))
 
     def _is_on_disk(self, key: bytes) -> bool:
-        return self._files is not None and self._files.has(key)
+        return self._files is not None and self._files.lookup(key)

@@ -18,8 +18,9 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.plan import IntArray
-from vllm_segreuse.tier.catalogue import Record, RecordCatalogue
+from vllm_segreuse.tier.catalogue import RecordCatalogue
 from vllm_segreuse.tier.contexts import Contexts
+from vllm_segreuse.tier.record import Record
 
 _COMING = (LookupResult.HIT_PENDING, LookupResult.RETRY)
 
@@ -74,6 +75,10 @@ class Loads:
     def __len__(self) -> int:
         """Requests that hold records, or wait for them."""
         return len(self._held) + len(self._waits) + len(self._sent)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request holds records, for a plan that was not sent."""
+        return request_id in self._held
 
     def hold(self, request_id: str, entries: IntArray) -> IntArray | None:
         """See `SecondTier`."""

@@ -89,6 +89,9 @@ class StagedMover:
         streams: of the device.
         staging_bytes: of both halves.
         zeroises: whether staging is zeroed behind each use.
+
+    Attributes:
+        streams, zeroises: as given.
     """
 
     def __init__(
@@ -101,14 +104,19 @@ class StagedMover:
         staging_bytes: int = STAGING_BYTES,
         zeroises: bool = False,
     ) -> None:
-        self._copy, self._cells, self._streams = copy, cells, streams
+        self._copy, self._cells, self.streams = copy, cells, streams
         self._slots = min(max(1, staging_bytes // 2 // cells.shape[1]), len(cells))
         shape = self._slots, cells.shape[1]
         halves = [torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2)]
         self._halves = [_Half(half, views(half, stored)) for half in halves]
         self._is_gpu = device.type != "cpu"
-        self._zeroises = zeroises
+        self.zeroises = zeroises
         self._uses = 0
+
+    @property
+    def staging(self) -> list[torch.Tensor]:
+        """Both halves, int8 `[slots, cell_bytes]` each; none once it is closed."""
+        return [half.cells for half in self._halves]
 
     def _next(self) -> _Half:
         half = self._halves[self._uses % 2]
@@ -128,9 +136,9 @@ class StagedMover:
                 if encoded is None:
                     encoded = torch.empty(len(rows), dtype=torch.bool, pin_memory=self._is_gpu)
                 encoded[first:stop].copy_(found, non_blocking=True)
-            copied = self._streams.record()
-            with self._streams.on_side():
-                self._streams.wait(copied)
+            copied = self.streams.record()
+            with self.streams.on_side():
+                self.streams.wait(copied)
                 for slot, row in enumerate(chunk):
                     self._cells[row].copy_(half.cells[slot], non_blocking=True)
                 self._used(half, len(chunk))
@@ -141,12 +149,12 @@ class StagedMover:
         for first in range(0, len(rows), self._slots):
             chunk = np.asarray(rows[first : first + self._slots]).tolist()
             half = self._next()
-            with self._streams.on_side():
+            with self.streams.on_side():
                 self._wait_until_free(half)
                 for slot, row in enumerate(chunk):
                     half.cells[slot].copy_(self._cells[row], non_blocking=True)
-                copied = self._streams.record()
-            self._streams.wait(copied)
+                copied = self.streams.record()
+            self.streams.wait(copied)
             try:
                 yield LoadedRows(first, first + len(chunk), half.pages, np.arange(len(chunk)))
             finally:
@@ -154,8 +162,8 @@ class StagedMover:
 
     def mark(self) -> Mark:
         """See `Mover`."""
-        with self._streams.on_side():
-            event: Mark = self._streams.record()
+        with self.streams.on_side():
+            event: Mark = self.streams.record()
         return event
 
     def close(self) -> None:
@@ -165,10 +173,10 @@ class StagedMover:
 
     def _used(self, half: _Half, slots: int) -> None:
         """All of a use is queued on the current stream."""
-        if self._zeroises:
+        if self.zeroises:
             half.cells[:slots].zero_()
-        half.free = self._streams.record()
+        half.free = self.streams.record()
 
     def _wait_until_free(self, half: _Half) -> None:
         if half.free is not None:
-            self._streams.wait(half.free)
+            self.streams.wait(half.free)

@@ -28,19 +28,20 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
+from segreuse_store import GroupJournal, StoredRecord
 from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.tier.catalogue import Record, RecordCatalogue, Seen, StoredRecord
+from vllm_segreuse.tier.catalogue import RecordCatalogue
 from vllm_segreuse.tier.contexts import Contexts
 from vllm_segreuse.tier.decoded import Decoded
 from vllm_segreuse.tier.deleted import Deleted
 from vllm_segreuse.tier.host_rows import HostRows
-from vllm_segreuse.tier.journal import DocumentJournal
 from vllm_segreuse.tier.keeping import DurableFiles, Keeping
 from vllm_segreuse.tier.loads import Held, Loads
+from vllm_segreuse.tier.record import Record, Seen, packed
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -78,14 +79,14 @@ class RecordPlaces(NamedTuple):
     Attributes:
         manager: vLLM's, above the others.
         rows: of host memory.
-        files: the file tier behind the manager, if there is one.
+        files: the store of files behind the manager, if there is one.
         journal: of the documents in the files.
     """
 
     manager: TieringOffloadingManager
     rows: HostRows
     files: DurableFiles | None = None
-    journal: DocumentJournal | None = None
+    journal: GroupJournal | None = None
 
 
 class TierCounts(NamedTuple):
@@ -120,6 +121,9 @@ class TierStore(BlockListener):
 
     Attributes:
         documents: of knowledge bases.
+        catalogue, manager, rows, files: as given.
+        loads: what requests hold.
+        health: of the second tier; what is stored or read is nothing after an error.
     """
 
     def __init__(
@@ -135,9 +139,9 @@ class TierStore(BlockListener):
         manager, rows, files, journal = places
         self.first_entry = catalogue.first_entry
         self.min_run_tokens = options.min_run_tokens
-        self._manager = manager
-        self._rows = rows
-        self._catalogue = catalogue
+        self.manager = manager
+        self.rows = rows
+        self.catalogue = catalogue
         self._ranks = ranks
         self._block_size = catalogue.block_size
         view = rows.get_kv_memoryview()
@@ -145,15 +149,15 @@ class TierStore(BlockListener):
         self._stores_evicted = options.admission == "evicted"
         self._stats = stats
         self._reuse = reuse
-        self._health = Health("the second tier")
+        self.health = Health("the second tier")
         capacity = max(len(view), 0 if files is None else files.num_slots)
         self.documents = Keeping(
-            self, capacity, self._health, time.time, files, journal, catalogue.key_at
+            self, capacity, self.health, time.time, files, journal, catalogue.key_at
         )
-        self._files = files
+        self.files = files
         self._contexts = Contexts(manager)
         wait_s = options.wait_ms / 1e3
-        self._loads = Loads(manager, self._contexts, catalogue, self._follow, wait_s, clock, stats)
+        self.loads = Loads(manager, self._contexts, catalogue, self._follow, wait_s, clock, stats)
         self._evicted: list[Seen] = []
         self._deleted = Deleted(catalogue.first_entry, catalogue.key_at)
         self._rounds = options.is_lossy and self._stores_evicted
@@ -168,14 +172,14 @@ class TierStore(BlockListener):
     def is_open(self) -> bool:
         """Whether anything is stored or read. Not after an error; nor after a reset, before all
         ranks are done with the rows of what was there before."""
-        return not (self._health.broken or self._reuse.broken or self._stale)
+        return not (self.health.broken or self._reuse.broken or self._stale)
 
     def counts(self) -> TierCounts:
         """What there is now."""
         return TierCounts(
-            self._catalogue.num_in_host,
-            self._catalogue.num_on_disk,
-            len(self._loads) + sum(len(step.reads) for step in self._steps.values()),
+            self.catalogue.num_in_host,
+            self.catalogue.num_on_disk,
+            len(self.loads) + sum(len(step.reads) for step in self._steps.values()),
             len(self._steps) + len(self._stale),
             len(self._contexts),
         )
@@ -185,13 +189,13 @@ class TierStore(BlockListener):
     def evicting(self, block_ids: Sequence[int]) -> None:
         """Store what donates, once the step is scheduled."""
         if self._stores_evicted and self.is_open:
-            with self._health.contained("an eviction"):
-                seen = self._catalogue.see(block_ids, evicted=True)
+            with self.health.contained("an eviction"):
+                seen = self.catalogue.see(block_ids, evicted=True)
                 seen, decoded = self._decoded.taken(block_ids, seen)
                 wanted, deleted = self._deleted.split(seen)
                 self._evicted += wanted
                 for found in (*decoded, *deleted):
-                    self._catalogue.done_with(found)
+                    self.catalogue.done_with(found)
                 if decoded:
                     self._stats.inc("tier_dropped_total", len(decoded), reason="decoded")
 
@@ -199,25 +203,25 @@ class TierStore(BlockListener):
         """See `WritingStore`."""
         if not self.is_open:
             return []
-        seen = self._catalogue.see(block_ids, evicted=False)
+        seen = self.catalogue.see(block_ids, evicted=False)
         if len(seen) < len(block_ids):
             for found in seen:
-                self._catalogue.done_with(found)
+                self.catalogue.done_with(found)
             return []
         self._evicted += seen
         keys = [found.key for found in seen]
-        self._rows.keep(keys)
+        self.rows.keep(keys)
         self._deleted.kept(keys)
         return keys
 
     def erase(self, keys: Iterable[bytes]) -> None:
         """See `WritingStore`."""
         deleted = list(keys)
-        self._deleted.add(deleted, self._catalogue.step)
+        self._deleted.add(deleted, self.catalogue.step)
         self._evicted, unwanted = self._deleted.split(self._evicted)
         for found in unwanted:
-            self._catalogue.done_with(found)
-        self._rows.erase(deleted)
+            self.catalogue.done_with(found)
+        self.rows.erase(deleted)
         self._follow()
 
     def erased_elsewhere(self, keys: Iterable[bytes]) -> None:
@@ -227,41 +231,44 @@ class TierStore(BlockListener):
 
     def is_on_host(self, key: bytes) -> bool:
         """See `WritingStore`."""
-        record = self._catalogue.get(key)
+        record = self.catalogue.get(key)
         return record is not None and record.in_host
 
     def describe(self, key: bytes) -> StoredRecord | None:
         """What files need to know of a record; None: it must not be written to any."""
-        if self._rows.is_erased(key):
+        record = self.catalogue.get(key)
+        if self.files is None or record is None or self.rows.is_erased(key):
             return None
-        described = self._catalogue.describe(key)
-        durable = self.documents.is_durable(key)
-        return None if described is None else described._replace(durable=durable)
+        namespaces = self.catalogue.told(record)
+        if namespaces is None:
+            return None
+        about = packed(record.about, [*map(self.files.digest, namespaces)])
+        return StoredRecord(key, about, self.documents.is_durable(key))
 
     def close(self) -> None:
         """The engine ends: files are closed, and host memory is given back."""
-        with self._health.contained("the end of the engine"):
-            self._manager.shutdown()
+        with self.health.contained("the end of the engine"):
+            self.manager.shutdown()
 
     def reset(self) -> None:
         """Forget all records in host memory. What workers do with rows is over before any row is
         used again."""
-        with self._health.contained("a reset"):
-            self._health.recover()
+        with self.health.contained("a reset"):
+            self.health.recover()
             self._evicted = []
             self._deleted.clear()
             self._decoded.clear()
             self._stale |= self._steps
             self._steps = {}
-            self._loads.clear()
-            self._catalogue.clear()
+            self.loads.clear()
+            self.catalogue.clear()
             self.documents.cleared()
-            self._manager.reset_cache()
+            self.manager.reset_cache()
             self._contexts.end_all()
-            if self._files is not None:
-                self._files.hide()  # the model may have other weights
+            if self.files is not None:
+                self.files.hide()  # the model may have other weights
                 self._is_verified = False
-            for _ in self._manager.take_events():
+            for _ in self.manager.take_events():
                 pass
             self._flush_unless_in_use()
 
@@ -272,45 +279,45 @@ class TierStore(BlockListener):
         Args:
             namespace: its id, which is in use.
         """
-        if self._files is not None and self.is_open:
-            with self._health.contained("the records of a namespace"):
-                self._catalogue.restore(self._files.records_in(key), namespace)
+        if self.files is not None and self.is_open:
+            with self.health.contained("the records of a namespace"):
+                self.catalogue.restore(self.files.claim(key), namespace)
 
     # Plans.
 
     def exact_entry(self, name: bytes) -> int:
         """See `RecordCatalogue.exact_entry`; -1 unless the tier is open, too."""
-        return self._catalogue.exact_entry(name) if self.is_open else -1
+        return self.catalogue.exact_entry(name) if self.is_open else -1
 
     def hold(self, request_id: str, entries: IntArray) -> IntArray | None:
         """See `SecondTier`."""
         if self.is_open:
-            with self._health.contained("a lookup"):
-                return self._loads.hold(request_id, entries)
+            with self.health.contained("a lookup"):
+                return self.loads.hold(request_id, entries)
         return np.full(len(entries), -1, np.int32)
 
     def let_go(self, request_id: str) -> None:
         """See `SecondTier`."""
         if self.is_open:
-            with self._health.contained("the end of a plan"):
-                self._loads.let_go(request_id)
+            with self.health.contained("the end of a plan"):
+                self.loads.let_go(request_id)
 
     def sent(self, request_ids: Sequence[str]) -> None:
         """See `SecondTier`."""
         if self.is_open:
-            with self._health.contained("the end of a step"):
-                self._loads.sent(request_ids)
+            with self.health.contained("the end of a step"):
+                self.loads.sent(request_ids)
 
     def left(self, request_id: str) -> None:
         """See `SecondTier`."""
         if self.is_open:
-            with self._health.contained("the end of a request"):
-                self._loads.left(request_id)
+            with self.health.contained("the end of a request"):
+                self.loads.left(request_id)
 
     def note_plans(self, plans: Sequence[ReusePlan]) -> None:
         """Plans leave, with the blocks that they write."""
         if self._rounds and self.is_open:
-            with self._health.contained("the end of a step"):
+            with self.health.contained("the end of a step"):
                 self._decoded.note(plans, self._block_size)
 
     # Steps.
@@ -323,14 +330,14 @@ class TierStore(BlockListener):
         """
         if not self.is_open:
             return None
-        with self._health.contained("the end of a step"):
+        with self.health.contained("the end of a step"):
             evicted, self._evicted = self._evicted, []
             context, records, blocks, rows = self._place(evicted)
-            self._manager.on_schedule_end(_STEP)
-            self._rows.sweep()
+            self.manager.on_schedule_end(_STEP)
+            self.rows.sweep()
             self._follow()
             self._offer()
-            reads = self._loads.take_sent()
+            reads = self.loads.take_sent()
             for held in reads:
                 self.documents.read(held.keys)
             self._note_sizes()
@@ -344,16 +351,21 @@ class TierStore(BlockListener):
         return None
 
     @property
+    def waiting(self) -> Sequence[Seen]:
+        """Blocks that are stored with the next step, unless it finds their records stored."""
+        return self._evicted
+
+    @property
     def has_pending_work(self) -> bool:
         """Whether another step is needed: blocks wait to be copied, ranks have to report, rows of
         erased records are in use, or files need one."""
-        waits = bool(self._evicted or self._steps) or self._rows.has_erased
-        waits |= self._files is not None and self._files.needs_step
+        waits = bool(self._evicted or self._steps) or self.rows.has_erased
+        waits |= self.files is not None and self.files.needs_step
         return (self.is_open and waits) or bool(self._stale)
 
     def note(self, done: TierDone) -> None:
         """Workers have reported orders."""
-        with self._health.contained("a report of the workers"):
+        with self.health.contained("a report of the workers"):
             for sequence, ranks in sorted(done.ranks.items()):
                 steps = self._steps if sequence in self._steps else self._stale
                 if sequence not in steps:
@@ -374,15 +386,15 @@ class TierStore(BlockListener):
         """Once all ranks are done with what a reset has freed: zero it, and let it be used. From
         0.33 on vLLM's manager reads no file into it before."""
         if not self._stale:
-            self._rows.wipe()
-            if hasattr(self._manager, "on_reset_flushed"):
-                self._manager.on_reset_flushed()
+            self.rows.wipe()
+            if hasattr(self.manager, "on_reset_flushed"):
+                self.manager.on_reset_flushed()
 
     def _note_sizes(self) -> None:
-        counts = {} if self._files is None else self._files.take_counts()
+        counts = {} if self.files is None else self.files.take_counts()
         for event, records in counts.items():
             self._stats.inc("tier_files_total", records, event=event)
-        sizes = self._catalogue.num_in_host, self._catalogue.num_on_disk
+        sizes = self.catalogue.num_in_host, self.catalogue.num_on_disk
         if sizes != self._noted:
             self._noted = sizes
             for tier, records in zip(("host", "disk"), sizes, strict=True):
@@ -391,7 +403,7 @@ class TierStore(BlockListener):
 
     def _finish(self, step: _Step) -> None:
         for held in step.reads:
-            self._loads.read(held)
+            self.loads.read(held)
         if step.verifies:
             self._reveal(step.other_weights)
         if step.context is None:
@@ -405,26 +417,26 @@ class TierStore(BlockListener):
             self.documents.dropped(keys)
         if stored:
             # The manager takes one report of a job; what it never got is the host tier's affair.
-            self._rows.complete_store(keys, step.context, success=False)
+            self.rows.complete_store(keys, step.context, success=False)
             keys = [OffloadKey(record.key) for record in stored]
             self._stats.inc("tier_tokens_total", len(keys) * self._block_size, move="stored")
-            self._catalogue.show([record for record in stored if not record.shown])
-        self._manager.complete_store(keys, step.context, success=bool(stored))
+            self.catalogue.show([record for record in stored if not record.shown])
+        self.manager.complete_store(keys, step.context, success=bool(stored))
         self._contexts.end(step.context)
         self._follow()
         for record in step.records:
-            self._catalogue.stored(record)
+            self.catalogue.stored(record)
 
     def _reveal(self, other_weights: bool) -> None:
         """Files are read again if the model has the weights that they are of."""
-        assert self._files is not None
+        assert self.files is not None
         if other_weights:
             logger.warning(
                 "segment reuse: the model has other weights than at the start: files of the second "
                 "tier are set aside until it has the same again, or is started anew"
             )
             return
-        self._files.reveal()
+        self.files.reveal()
         self.documents.revealed()
 
     def _place(
@@ -439,11 +451,11 @@ class TierStore(BlockListener):
         output = self._prepare(list(blocks), context)
         self._follow()
         keys = [] if output is None else output.keys_to_store
-        records = [record for key in keys if (record := self._catalogue.get(key)) is not None]
+        records = [record for key in keys if (record := self.catalogue.get(key)) is not None]
         for key in blocks.keys() - set(keys):
-            record = self._catalogue.get(key)
+            record = self.catalogue.get(key)
             if record is not None:
-                self._catalogue.stored(record)
+                self.catalogue.stored(record)
         if output is None or not records:
             self._contexts.end(context)
             return None, [], nothing, nothing
@@ -457,40 +469,41 @@ class TierStore(BlockListener):
         used: list[OffloadKey] = []
         for seen in evicted:
             key = OffloadKey(seen.key)
-            record = self._catalogue.get(seen.key)
+            record = self.catalogue.get(seen.key)
             if record is None:
-                record = self._catalogue.add(seen)
+                record = self.catalogue.add(seen)
             else:
-                self._catalogue.see_again(record, seen)
-                self._catalogue.done_with(seen)
+                self.catalogue.see_again(record, seen)
+                self.catalogue.done_with(seen)
             if record.in_host:
                 used.append(key)
             elif not record.storing:
                 record.storing = True
-                on_disk = record.on_disk or (self._files is not None and self._files.has(seen.key))
-                self._catalogue.place(record, in_host=False, on_disk=on_disk)
+                on_disk = record.on_disk or (self.files is not None and self.files.lookup(seen.key))
+                self.catalogue.place(record, in_host=False, on_disk=on_disk)
                 blocks[key] = seen.block
         if used:
             context = self._contexts.begin()
-            self._manager.touch(used, context)
+            self.manager.touch(used, context)
             self._contexts.end(context)
         return blocks
 
     def _offer(self) -> None:
         """Store the documents of host memory that files have not, and would take now. The manager
         stores in files only what comes to host memory, and only then."""
-        if self._files is None:
+        if self.files is None:
             return
-        keys = [OffloadKey(key) for key in self._files.take_wanted() if self.is_on_host(key)]
+        keys = [OffloadKey(key) for key in self.files.take_wanted() if self.is_on_host(key)]
         if keys:
             context = self._contexts.begin()
-            self._files.submit_store(self._manager.create_store_job(keys, context))
+            job = self.manager.create_store_job(keys, context)
+            self.files.submit_store(job.job_id, job.keys, job.chunk_ids.tolist())
             self._contexts.end(context)
 
     def _prepare(self, keys: list[OffloadKey], context: ReqContext) -> PrepareStoreOutput | None:
         """Rows for as many of the keys as there is room for."""
         while keys:
-            output = self._manager.prepare_store(keys, context)
+            output = self.manager.prepare_store(keys, context)
             if output is not None:
                 return output
             half = len(keys) // 2
@@ -501,7 +514,7 @@ class TierStore(BlockListener):
 
     def _follow(self) -> None:
         """Take note of what the manager and its tiers report: what they have, and have no more."""
-        for event in self._manager.take_events():
+        for event in self.manager.take_events():
             is_host = event.medium is Medium.CPU
             for key in event.keys:
                 self.documents.moved(
@@ -509,7 +522,7 @@ class TierStore(BlockListener):
                     on_host=not event.removed if is_host else None,
                     on_disk=None if is_host else not event.removed,
                 )
-                record = self._catalogue.get(key)
+                record = self.catalogue.get(key)
                 if record is None:
                     continue
                 in_host, on_disk = record.in_host, record.on_disk
@@ -517,4 +530,4 @@ class TierStore(BlockListener):
                     in_host = not event.removed
                 else:
                     on_disk = not event.removed
-                self._catalogue.place(record, in_host=in_host, on_disk=on_disk)
+                self.catalogue.place(record, in_host=in_host, on_disk=on_disk)

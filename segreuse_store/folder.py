@@ -2,9 +2,9 @@
 """A store of files: one file per record, and a database that names them. Engines share it.
 
     STORE/records.sqlite    which records there are (`database.py`)
-    STORE/digests.key       key of the digests of namespaces, whose names hold salts, and of keys
+    STORE/digests.key       key of the digests of labels, which may be secret, and of keys
     STORE/files/XX/NAME     a record (`format.py`)
-    STORE/engines, ...      which engines use it (`seats.py`)
+    STORE/engines, ...      which engines use it (`leases.py`)
 
 A row is made first, then the file, of a name that no file had; it is synced, and its folder; then
 the row says that the record is there. A removal goes the other way. So every file has a row, which
@@ -25,27 +25,27 @@ import secrets
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.database import NOBODY, Database, Notes, RecordChanges, Reserved
-from vllm_segreuse.tier.disk import Disk
-from vllm_segreuse.tier.format import (
+from segreuse_store.database import NOBODY, Database, Notes, RecordChanges, Reserved
+from segreuse_store.disk import Disk
+from segreuse_store.format import (
     DIGEST_BYTES,
     TRAILER_BYTES,
-    DiskRecord,
     Sealed,
-    about,
+    StoredRecord,
     record_bytes,
 )
-from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
-from vllm_segreuse.tier.seats import Owner, Seats
-from vllm_segreuse.tier.sqlite import FILES, DamagedError
+from segreuse_store.leases import Leases, Owner
+from segreuse_store.sealing import Checksum, CorruptError, Sealer
+from segreuse_store.sqlite import FILES, DamagedError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 logger = logging.getLogger("vllm.segreuse")
 
-_FOLDERS = 256
+FOLDERS = 256
+"""Folders that the files of a store are spread over."""
+
 _KEY_BYTES = 32
 _OURS = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}")
 _DATABASE = "records.sqlite"
@@ -73,9 +73,9 @@ class Written(NamedTuple):
         full: how many have found no room.
     """
 
-    stored: list[DiskRecord]
+    stored: list[StoredRecord]
     removed: list[str]
-    there: list[DiskRecord]
+    there: list[StoredRecord]
     full: int
 
 
@@ -95,7 +95,7 @@ class RecordFolder:
         payload_bytes: int,
         sealer: Sealer | None = None,
         disk: Disk | None = None,
-        codec: str = "raw",
+        kind: int = 0,
         owner: Owner | None = None,
     ) -> None:
         """Open the store below the path, which other engines may use, or make one.
@@ -105,10 +105,10 @@ class RecordFolder:
         Args:
             path: folder of all stores.
             fingerprint: of the model [32 bytes].
-            payload_bytes: bytes of a row of the host region.
+            payload_bytes: bytes of a row of host memory.
             sealer: what protects the records; by default a checksum.
             disk: the system calls.
-            codec: by which rows are stored; part of the fingerprint, too.
+            kind: of the payloads, 0 to 255; the fingerprint is of it, too.
             owner: the engine that opens it.
 
         Raises:
@@ -124,12 +124,12 @@ class RecordFolder:
         identity = hashlib.blake2b(fingerprint + self._sealer.identity, digest_size=16)
         self.path = os.path.join(path, identity.hexdigest())
         self._files = os.path.join(self.path, "files")
-        self._seats = Seats(self.path, owner or Owner(), self.disk)
-        with self._seats.opening():
-            for number in range(_FOLDERS):
+        self._leases = Leases(self.path, owner or Owner(), self.disk)
+        with self._leases.opening():
+            for number in range(FOLDERS):
                 self.disk.make_folder(os.path.join(self._files, f"{number:02x}"))
             self.disk.sync_folder(self._files)
-            self._sealed = Sealed(fingerprint, self._digest_key(), self._sealer, codec)
+            self._sealed = Sealed(fingerprint, self._digest_key(), self._sealer, kind)
             self._open()
 
     @property
@@ -139,8 +139,8 @@ class RecordFolder:
 
     @property
     def journal(self) -> str:
-        """Path of the engine's journal of documents, which no other engine uses."""
-        return self._seats.journal()
+        """Path of the engine's journal, which no other engine uses."""
+        return self._leases.journal()
 
     # Opening.
 
@@ -159,7 +159,7 @@ class RecordFolder:
         return key
 
     def _remove_database(self, why: str) -> None:
-        if not self._seats.alone:
+        if not self._leases.alone:
             raise OSError(f"{why}, and other engines use the store: stop them all, then start")
         for suffix in FILES:
             self.disk.remove(os.path.join(self.path, _DATABASE + suffix))
@@ -174,24 +174,24 @@ class RecordFolder:
             self._begin(path)
 
     def _begin(self, path: str) -> None:
-        known = self._fingerprint, self._sealer, self._sealed.digest_key, self._seats.name
-        self._database = Database(path, *known)
+        digest_key, engine = self._sealed.digest_key, self._leases.name
+        self._database = Database(path, self._fingerprint, self._sealer, digest_key, engine)
         try:
             self._database.correct_times()
             rows = self._database.rows()
-            self._end_all([self._seats.name])
-            self._seats.clear(self._database.dismiss)
+            self._end_all([self._leases.name])
+            self._leases.remove_expired(self._database.release_all)
             self.at_start = self._checked(rows)
         except BaseException:
             self._database.close()
             raise
 
-    def _checked(self, rows: list[tuple[str, DiskRecord | None]]) -> list[DiskRecord]:
+    def _checked(self, rows: list[tuple[str, StoredRecord | None]]) -> list[StoredRecord]:
         """The records; without rows that are damaged and, if no other engine uses the store, what
         crashes and losses of power have left."""
         sound = [row for _, row in rows if row]
         garbage: list[str] = []
-        if self._seats.alone:
+        if self._leases.alone:
             self._end_all(self._database.unsettled())
             sizes = dict(self.disk.sizes(self._files))
             size = self._payload_bytes + TRAILER_BYTES
@@ -206,7 +206,9 @@ class RecordFolder:
             logger.info(
                 "segment reuse: removed %d records and %d files from %s that a crash or damage "
                 "has left",
-                *(len(lost), len(garbage), self.path),
+                len(lost),
+                len(garbage),
+                self.path,
             )
         return sound
 
@@ -216,32 +218,29 @@ class RecordFolder:
         Raises:
             OSError: it could not be removed.
         """
-        if self._seats.alone:
+        if self._leases.alone:
             names = self._database.excess(slots)
             if stuck := self._end(names):
                 raise stuck
-            self.at_start = [kept for kept in self.at_start if kept.name not in names]
+            self.at_start = [record for record in self.at_start if record.name not in names]
 
     # Records.
 
-    def digest(self, namespace: bytes) -> bytes:
-        """What stands for a namespace on disk."""
-        keyed = hashlib.blake2b(namespace, digest_size=DIGEST_BYTES, key=self._sealed.digest_key)
+    def digest(self, label: bytes) -> bytes:
+        """What stands for a label on disk [16 bytes]."""
+        keyed = hashlib.blake2b(label, digest_size=DIGEST_BYTES, key=self._sealed.digest_key)
         return keyed.digest()
 
-    def new(self, record: StoredRecord) -> DiskRecord:
-        """How a record will be kept, once `write` has written it."""
-        namespaces = [self.digest(namespace) for namespace in record.namespaces]
+    def new(self, record: StoredRecord) -> StoredRecord:
+        """The record with a name and a secret, for `write`."""
         number = secrets.randbits(128)
-        name = f"{number % _FOLDERS:02x}/{number:032x}"
-        described = about(record, namespaces)
-        secret = self._sealer.new_secret()
-        return DiskRecord(name, secret, described, record.durable)
+        name = f"{number % FOLDERS:02x}/{number:032x}"
+        return record._replace(name=name, secret=self._sealer.new_secret())
 
     def _path(self, name: str) -> str:
         return os.path.join(self._files, name)
 
-    def write(self, records: Sequence[tuple[DiskRecord, Buffer]], slots: int) -> Written:
+    def write(self, records: Sequence[tuple[StoredRecord, Buffer]], slots: int) -> Written:
         """Stores records that no engine has stored yet, and returns once they are on the device.
 
         Args:
@@ -251,28 +250,32 @@ class RecordFolder:
         Raises:
             Exception: none of them is stored.
         """
-        payloads = {kept.name: payload for kept, payload in records}
-        reserved = self._database.reserve([kept for kept, _ in records], slots, self._seats.stopped)
+        payloads = {record.name: payload for record, payload in records}
+        reserved = self._database.reserve(
+            [record for record, _ in records], slots, self._leases.expired
+        )
         made: list[str] = []
         try:
             for name in reserved.victims:
                 self.disk.remove(self._path(name))
-            for kept in reserved.granted:
-                made.append(kept.name)
-                self.disk.write(self._path(kept.name), self._sealed.file(kept, payloads[kept.name]))
+            for record in reserved.granted:
+                made.append(record.name)
+                self.disk.write(
+                    self._path(record.name), self._sealed.file(record, payloads[record.name])
+                )
             for folder in {os.path.dirname(name) for name in made}:
                 self.disk.sync_folder(os.path.join(self._files, folder))
             erased = self._database.publish(reserved.granted, reserved.victims)
         except BaseException:
             self._give_up(reserved, made)
             raise
-        self._end([kept.name for kept in erased])
-        stored = [kept for kept in reserved.granted if kept not in erased]
+        self._end([record.name for record in erased])
+        stored = [record for record in reserved.granted if record not in erased]
         return Written(stored, reserved.removed, reserved.there, reserved.full)
 
     def _give_up(self, reserved: Reserved, made: Collection[str]) -> None:
         """What cannot be removed keeps its place; what was never made has none."""
-        unmade = [kept.name for kept in reserved.granted if kept.name not in made]
+        unmade = [record.name for record in reserved.granted if record.name not in made]
         self._end([*reserved.victims, *made], unmade)
 
     def _end(
@@ -303,7 +306,7 @@ class RecordFolder:
             if engine in unsettled:
                 self._end(unsettled[engine], engine=engine)
 
-    def read(self, kept: DiskRecord) -> Buffer:
+    def read(self, record: StoredRecord) -> Buffer:
         """The payload of a record, verified.
 
         Raises:
@@ -313,13 +316,13 @@ class RecordFolder:
         size = self._payload_bytes + TRAILER_BYTES
         content = memoryview(bytearray(size + 1))  # one more: a file that is too long is another
         try:
-            found = self.disk.read(self._path(kept.name), content)
+            found = self.disk.read(self._path(record.name), content)
         except FileNotFoundError:
             raise LostError("missing") from None
         if found != size:
             raise LostError("torn")
         try:
-            return self._sealed.payload(kept, content[:size])
+            return self._sealed.payload(record, content[:size])
         except CorruptError:
             raise LostError("corrupt") from None
 
@@ -394,13 +397,13 @@ class RecordFolder:
         mine, self._unsettled = [*self._unsettled], {}
         if mine:
             self._end(mine)
-        others = {*self._database.unsettled()} - {NOBODY, self._seats.name}
+        others = {*self._database.unsettled()} - {NOBODY, self._leases.name}
         if others:
-            self._end_all(self._seats.stopped(others))
+            self._end_all(self._leases.expired(others))
         self._end_all([NOBODY])
         self._forget()
 
     def close(self) -> None:
         """Ends the use of the store."""
         self._database.close()
-        self._seats.leave()
+        self._leases.close()

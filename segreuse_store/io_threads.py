@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that wait for the file system, so that the scheduler's does not."""
+"""Threads that wait for the file system, so that the owner's does not."""
 
 from __future__ import annotations
 

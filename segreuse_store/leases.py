@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines use a store: each has a seat, which is a file that it keeps locked.
+"""Which engines use a store: each has a lease, which is a file that it keeps locked.
 
-    STORE/opening             locked while an engine opens or cleans up
-    STORE/users               locked by all engines that use the store, together
-    STORE/engines/SEAT.lock   locked by the engine of the seat; holds the path of its manifest
-    STORE/engines/SEAT.sqlite which records its documents have (`journal.py`)
+    STORE/opening              locked while an engine opens or cleans up
+    STORE/users                locked by all engines that use the store, together
+    STORE/engines/LEASE.lock   locked by the engine of the lease; holds the path of its manifest
+    STORE/engines/LEASE.sqlite which records its groups have (`journal.py`)
 
-A seat outlives its engine: the next start of the same server, with the same manifest of knowledge
-bases, gets it again. Locks end with the process, however that ends.
+A lease outlives its engine: the next start of the same server, with the same manifest, gets it
+again. Locks end with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from vllm_segreuse.tier.disk import Disk
-from vllm_segreuse.tier.sqlite import FILES
+from segreuse_store.disk import Disk
+from segreuse_store.sqlite import FILES
 
-_MOST_SEATS = 64
+_MOST_LEASES = 64
 _LOCK = ".lock"
 _OURS = re.compile(r"[0-9a-f]{16}-\d+\.lock")
 _WAIT_S = 60.0
@@ -34,7 +34,8 @@ class Owner(NamedTuple):
     """Who an engine is.
 
     Attributes:
-        manifest: path of the manifest of its knowledge bases; None: there is none.
+        manifest: path of the file that says what its groups of records are for; None: there is
+            none. While it exists, what the engine holds is kept for its next start.
         rank: its number among the engines of its server.
     """
 
@@ -48,11 +49,11 @@ class Owner(NamedTuple):
         return hashlib.blake2b(f"{self.rank}\0{manifest}".encode(), digest_size=8).hexdigest()
 
 
-class Seats:
-    """The seat of one engine, and whether others are taken.
+class Leases:
+    """The lease of one engine, and whether those of others have expired.
 
     Attributes:
-        name: of the seat.
+        name: of the lease.
         alone: whether no other engine used the store when this one came.
     """
 
@@ -64,7 +65,7 @@ class Seats:
 
         Args:
             store: folder of the store.
-            owner: whose seat is taken.
+            owner: who takes a lease.
             disk: the system calls.
         """
         self._store = store
@@ -75,7 +76,7 @@ class Seats:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """Takes a seat. No other engine opens the store, or looks at seats, meanwhile.
+        """Takes a lease. No other engine opens the store, or looks at leases, meanwhile.
 
         Raises:
             OSError: that cannot be done.
@@ -85,13 +86,13 @@ class Seats:
             if not is_first:
                 raise OSError(f"{self._store} is being opened by another engine for {_WAIT_S:g} s")
             try:
-                self._sit_down()
+                self._acquire()
                 yield
             except BaseException:
-                self.leave()
+                self.close()
                 raise
 
-    def _sit_down(self) -> None:
+    def _acquire(self) -> None:
         users = os.path.join(self._store, "users")
         lock = self._disk.lock(users)
         self.alone = lock is not None
@@ -102,20 +103,20 @@ class Seats:
         if lock is None:
             raise OSError(f"{users} is locked by another process")
         self._held.append(lock)
-        for number in range(_MOST_SEATS):
+        for number in range(_MOST_LEASES):
             name = f"{self._owner.name}-{number}"
-            seat = self._disk.lock(self._lock_of(name))
-            if seat is not None:
-                self._held.append(seat)
+            lease = self._disk.lock(self._lock_of(name))
+            if lease is not None:
+                self._held.append(lease)
                 self.name = name
                 # Others look for it, in folders of their own.
                 manifest = os.path.abspath(self._owner.manifest) if self._owner.manifest else ""
-                self._disk.replace(seat, manifest.encode())
+                self._disk.replace(lease, manifest.encode())
                 return
-        raise OSError(f"all {_MOST_SEATS} seats of {self._store} are taken by other engines")
+        raise OSError(f"all {_MOST_LEASES} leases of {self._store} are held by other engines")
 
-    def _lock_of(self, seat: str) -> str:
-        return os.path.join(self._folder, seat + _LOCK)
+    def _lock_of(self, lease: str) -> str:
+        return os.path.join(self._folder, lease + _LOCK)
 
     @contextlib.contextmanager
     def _exclusively(self, wait_s: float) -> Iterator[bool]:
@@ -130,43 +131,43 @@ class Seats:
                 os.close(lock)
 
     def journal(self) -> str:
-        """Path of the engine's journal of documents."""
+        """Path of the engine's journal."""
         return os.path.join(self._folder, self.name + ".sqlite")
 
-    def stopped(self, seats: set[str]) -> set[str]:
-        """Those of other seats that no engine has; none while an engine opens the store."""
+    def expired(self, leases: set[str]) -> set[str]:
+        """Those of other leases that no engine has; none while an engine opens the store."""
         with self._exclusively(0.0) as is_first:
-            return {seat for seat in seats if self._is_free(seat)} if is_first else set()
+            return {lease for lease in leases if self._is_free(lease)} if is_first else set()
 
-    def _is_free(self, seat: str) -> bool:
-        if seat == self.name:
+    def _is_free(self, lease: str) -> bool:
+        if lease == self.name:
             return False
-        lock = self._disk.lock(self._lock_of(seat))
+        lock = self._disk.lock(self._lock_of(lease))
         if lock is None:
             return False
         os.close(lock)
         return True
 
-    def clear(self, dismiss: Callable[[str], None]) -> None:
-        """Removes seats that no engine has, and whose manifests are no more: their documents will
+    def remove_expired(self, release: Callable[[str], None]) -> None:
+        """Removes leases that no engine has, and whose manifests are no more: what they hold will
         not be asked for again. To be called within `opening`.
 
         Args:
-            dismiss: called with the name of each, before it is removed.
+            release: called with the name of each, before it is removed.
         """
         for file in os.listdir(self._folder):
-            seat = file.removesuffix(_LOCK)
-            if not _OURS.fullmatch(file) or not self._is_free(seat):
+            lease = file.removesuffix(_LOCK)
+            if not _OURS.fullmatch(file) or not self._is_free(lease):
                 continue
             with open(os.path.join(self._folder, file), errors="replace") as opened:
                 manifest = opened.read()
             if manifest and (os.path.exists(manifest) or not os.path.isabs(manifest)):
                 continue
-            dismiss(seat)
-            for suffix in (*(".sqlite" + it for it in FILES), _LOCK):
-                self._disk.remove(os.path.join(self._folder, seat + suffix))
+            release(lease)
+            for suffix in [".sqlite" + it for it in FILES] + [_LOCK]:
+                self._disk.remove(os.path.join(self._folder, lease + suffix))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """The engine uses the store no more."""
         while self._held:
             os.close(self._held.pop())

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_segreuse.tier.database import RecordChanges
-from vllm_segreuse.tier.watching import Watcher
+from segreuse_store.database import RecordChanges
+from segreuse_store.watching import Watcher
 
 NOTHING = RecordChanges([], [])
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers that vLLM waits for: split into tasks of the I/O threads, and over by a deadline.
+"""Transfers that the owner waits for: split into tasks of the I/O threads, and over by a deadline.
 
-A task runs in an I/O thread and returns a function, which the scheduler's thread calls.
+A task runs in an I/O thread and returns a function, which the owner's thread calls.
 
 The deadline is for an answer of the file system: a task that waits for a thread has not asked yet.
 It counts from the begin of the job's oldest task that runs; while none of them runs, from when any
 thread was done with a task last. So a slow disk loses nothing of a long queue.
 
 A job that is not over at its deadline is *abandoned*: reported as failed, and whatever its tasks
-still do, they neither read nor write the host region from then on (`Job.use_rows`). vLLM gives the
+still do, they neither read nor write host memory from then on (`Job.use_rows`). The owner gives the
 rows to others once the job is reported.
 """
 
@@ -21,11 +21,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey
-from vllm.v1.kv_offload.tiering.base import JobResult
-
-from vllm_segreuse.tier.io_threads import IoThreads
+from segreuse_store.io_threads import IoThreads
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -33,12 +31,28 @@ _POLL_S = 0.05
 Settle = Callable[[], None]
 
 
+class JobResult(NamedTuple):
+    """What has become of a job: vLLM's `JobResult`, field by field.
+
+    Attributes:
+        job_id: as it was submitted.
+        success: whether all of it was done.
+        successful_keys: of a load: keys whose rows are filled, whether or not all are.
+        transfer_time: seconds from the begin to the report.
+    """
+
+    job_id: int
+    success: bool
+    successful_keys: list[bytes]
+    transfer_time: float
+
+
 @dataclass(eq=False)
 class Job:
     """Tasks that are reported together.
 
     Attributes:
-        job_id: vLLM's; None: nobody waits for it.
+        job_id: the owner's; None: nobody waits for it.
         failed: whether something of it has.
         loaded: keys whose rows are filled.
     """
@@ -47,7 +61,7 @@ class Job:
     begun_s: float
     tasks: int
     failed: bool = False
-    loaded: list[OffloadKey] = field(default_factory=list)
+    loaded: list[bytes] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _running_since_s: list[float] = field(default_factory=list)
     _abandoned: bool = False
@@ -58,7 +72,7 @@ class Job:
         return self._abandoned and bool(self._running_since_s)
 
     def use_rows(self, use: Callable[[], None]) -> bool:
-        """Calls `use`, which may read and write rows of the host region, and waits for nothing.
+        """Calls `use`, which may read and write rows of host memory, and waits for nothing.
 
         Returns:
             whether it was called: it is not for an abandoned job.
@@ -106,7 +120,7 @@ class Job:
 
 
 class Jobs:
-    """Jobs under way. All methods are for the scheduler's thread; only `drain` and `stop` wait."""
+    """Jobs under way. All methods are for the owner's thread; only `drain` and `stop` wait."""
 
     def __init__(self, threads: int, deadline_s: float, clock: Callable[[], float]) -> None:
         """Start the I/O threads.
@@ -132,6 +146,11 @@ class Jobs:
         return any(job.hangs for job in self._abandoned)
 
     @property
+    def num_abandoned(self) -> int:
+        """Jobs that were given up, and of which a task runs or waits for a thread."""
+        return len(self._abandoned)
+
+    @property
     def pending(self) -> bool:
         """Whether jobs that somebody waits for are under way, or not reported yet."""
         return bool(self._results) or any(job.job_id is not None for job in self._under_way)
@@ -142,7 +161,7 @@ class Jobs:
         """Begin a job; without tasks it is over.
 
         Args:
-            job_id: vLLM's; None: nobody waits for it.
+            job_id: the owner's; None: nobody waits for it.
             tasks: each is given the job, and returns how to settle it. One that raises is logged,
                 and fails its job.
             urgent: before the tasks of others.
@@ -210,7 +229,8 @@ class Jobs:
     def _abandon(self, job: Job, now_s: float, since_s: float) -> None:
         logger.warning(
             "segment reuse: the file system did not answer within %g s: %d tasks are given up",
-            *(now_s - since_s, job.tasks),
+            now_s - since_s,
+            job.tasks,
         )
         job.abandon()
         self._abandoned.append(job)

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records and stores for the tests of the file tier."""
+"""Records and stores for the tests of the store."""
 
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.disk import Disk
-from vllm_segreuse.tier.folder import RecordFolder
-from vllm_segreuse.tier.sealing import Sealer
-from vllm_segreuse.tier.seats import Owner
+from segreuse_store.disk import Disk
+from segreuse_store.folder import RecordFolder
+from segreuse_store.format import StoredRecord
+from segreuse_store.leases import Owner
+from segreuse_store.sealing import Sealer
 
 PAYLOAD_BYTES = 8192
 FINGERPRINT = bytes(range(32))
@@ -31,18 +32,19 @@ def payload_of(number: int) -> bytes:
     return np.random.default_rng(number).bytes(PAYLOAD_BYTES)
 
 
-def record(
-    number: int, durable: bool = False, namespaces: tuple[bytes, ...] = (b"alice",)
-) -> StoredRecord:
-    return StoredRecord(
-        key=key_of(number),
-        tokens=np.arange(number, number + 32, dtype=np.int32),
-        position=32 * number,
-        depth=number % 3,
-        namespaces=namespaces,
-        parent=key_of(number - 1) if number else None,
-        durable=durable,
-    )
+def about_of(number: int, labels: Sequence[bytes] = ()) -> bytes:
+    """What is known of the record of this number, and of no other: it begins as another's may."""
+    head = struct.pack("<qIB", 32 * number, number % 3, len(labels))
+    return head + b"".join(labels) + b"the text of %d" % number
+
+
+def labels_of(about: bytes) -> list[bytes]:
+    """The labels [16 bytes each] that `about_of` was given."""
+    return [about[at : at + 16] for at in range(13, 13 + 16 * about[12], 16)]
+
+
+def record(number: int, durable: bool = False, labels: Sequence[bytes] = ()) -> StoredRecord:
+    return StoredRecord(key_of(number), about_of(number, labels), durable)
 
 
 def folder(

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import struct
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,15 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
-from tests.tier import records
-from tests.tier.records import folder, key_of, payload_of, record
-from vllm_segreuse.tier import folder as folder_module
-from vllm_segreuse.tier.disk import Disk
-from vllm_segreuse.tier.folder import LostError, RecordFolder
-from vllm_segreuse.tier.format import record_of
+from segreuse_store import database
+from segreuse_store import folder as folder_module
+from segreuse_store.disk import Disk
+from segreuse_store.folder import LostError, RecordFolder
+from segreuse_store.sqlite import open_private
+from tests.store import records
+from tests.store.records import about_of, folder, key_of, payload_of, record
 
 SLOTS = 3
 OPERATIONS = 8
@@ -102,13 +103,21 @@ def forked(run: Callable[[int], None]) -> Killed:
 
 
 def work(path: Path, seed: int, disk: DeadlyDisk, report: int) -> None:
-    """Stores and removes, as the file tier does; reports what begins and what is over."""
+    """Stores and removes, as `FileStore` does; reports what begins and what is over."""
 
     def say(what: int, number: int) -> None:
         os.write(report, _MESSAGE.pack(what, number))
 
+    opened: list[sqlite3.Connection] = []
+
+    def remembered(*args: Any, **named: Any) -> sqlite3.Connection:
+        opened.append(open_private(*args, **named))
+        return opened[-1]
+
+    database.open_private = remembered  # this process ends soon
     store = folder(path, disk=disk)
-    store._database._sql.set_trace_callback(disk.step)
+    (sql,) = opened
+    sql.set_trace_callback(disk.step)
     known = {kept.key: kept.name for kept in store.at_start}
     draw = random.Random(seed)
     for number in range(OPERATIONS):
@@ -165,7 +174,7 @@ def check_content(path: Path, store: RecordFolder) -> None:
     for kept in store.at_start:
         number = NUMBERS[kept.key]
         assert bytes(store.read(kept)) == payload_of(number)
-        np.testing.assert_array_equal(record_of(kept).tokens, record(number).tokens)
+        assert kept.about == about_of(number)
     names = {f"{file.parent.name}/{file.name}" for file in records.files(path)}
     assert names == {kept.name for kept in store.at_start}
 
@@ -244,8 +253,10 @@ def go_on(path: Path, seed: int, until: int, report: int) -> None:
         assert len(os.listdir(os.path.join(store.path, "files", "00"))) <= SLOTS
     assert reasons <= {"missing"}
     store.clean()
-    assert store._database.unsettled() == {}, "what the dead engine has begun is over"
-    names = {name for name, _ in store._database.rows()}
+    with contextlib.closing(sqlite3.connect(os.path.join(store.path, "records.sqlite"))) as sql:
+        rows = sql.execute("SELECT name, state FROM records").fetchall()
+    assert {state for _, state in rows} <= {1}, "what the dead engine has begun is over"
+    names = {name for name, _ in rows}
     files = {f"00/{name}" for name in os.listdir(os.path.join(store.path, "files", "00"))}
     assert files == names
     assert store.slots_used == len(files) <= SLOTS
@@ -271,7 +282,7 @@ def test_an_engine_that_is_killed_harms_no_other(stores: Path, seed: int, kills:
 
 
 def kill_beside_another(stores: Path, seed: int, kills: int) -> None:
-    folder_module._FOLDERS = 1  # whose names are read at once
+    folder_module.FOLDERS = 1  # whose names are read at once
     draw = random.Random(seed)
     steps = killed(stores / "whole", seed, NEVER)[-1][1]
     for number in range(kills):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.tier.records import Hang
-from vllm_segreuse.tier.jobs import Job, Jobs, Settle
+from segreuse_store.jobs import Job, Jobs, Settle
+from tests.store.records import Hang
 
 
 def test_a_task_that_raises_fails_its_job_and_no_other() -> None:

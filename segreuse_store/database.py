@@ -27,9 +27,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_segreuse.tier.format import DIGEST_BYTES, DiskRecord
-from vllm_segreuse.tier.sealing import PROOF_BYTES, CorruptError, Sealer
-from vllm_segreuse.tier.sqlite import forget_deleted, open_private, sqlite_errors
+from segreuse_store.format import DIGEST_BYTES, KEY_BYTES, StoredRecord
+from segreuse_store.sealing import PROOF_BYTES, CorruptError, Sealer
+from segreuse_store.sqlite import forget_deleted, open_private, sqlite_errors
 
 _errors = functools.partial(sqlite_errors, "the database of the store")
 _WRITING, _THERE, _LEAVING = range(3)
@@ -77,10 +77,10 @@ class Reserved(NamedTuple):
         full: how many have found no place.
     """
 
-    granted: list[DiskRecord]
+    granted: list[StoredRecord]
     victims: list[str]
     removed: list[str]
-    there: list[DiskRecord]
+    there: list[StoredRecord]
     full: int
 
 
@@ -102,12 +102,12 @@ class RecordChanges(NamedTuple):
     Attributes:
         gone: names of records.
         coming: records.
-        erased: names of those that have gone because their document was deleted.
+        erased: names of those that have gone because nobody holds them any more.
         all: names of all records, if what has gone is no longer known by name.
     """
 
     gone: list[str]
-    coming: list[DiskRecord]
+    coming: list[StoredRecord]
     all: frozenset[str] | None = None
     erased: frozenset[str] = frozenset()
 
@@ -151,7 +151,7 @@ class Database:
         """What stands for a record's key."""
         return hashlib.blake2b(key, digest_size=DIGEST_BYTES, key=self._digest_key).digest()
 
-    def rows(self) -> list[tuple[str, DiskRecord | None]]:
+    def rows(self) -> list[tuple[str, StoredRecord | None]]:
         """(name, record) from the least to the most recently used; None: the row is damaged.
         `changes` begins behind it.
 
@@ -173,17 +173,17 @@ class Database:
             query = "UPDATE records SET used = :now WHERE used > :now"
             self._sql.execute(query, {"now": time.time()})
 
-    def _all_rows(self) -> list[tuple[str, DiskRecord | None]]:
+    def _all_rows(self) -> list[tuple[str, StoredRecord | None]]:
         with self._transaction("DEFERRED") as sql:
             self._seen = self._last_change(sql)
             self._count(sql)
             query = f"SELECT {_COLUMNS} FROM records WHERE state = ? ORDER BY used"
             found = sql.execute(query, (_THERE,)).fetchall()
-        return [(name, self._kept(name, *values)) for name, *values in found]
+        return [(name, self._record(name, *values)) for name, *values in found]
 
-    def _kept(
+    def _record(
         self, name: object, secret: object, about: object, durable: object, engine: object
-    ) -> DiskRecord | None:
+    ) -> StoredRecord | None:
         # SQLite gives whatever type a damaged row says.
         if not (isinstance(secret, bytes) and isinstance(about, bytes)):
             return None
@@ -192,12 +192,20 @@ class Database:
             opened = self._sealer.open(secret, self._context(str(name)), body, proof)
         except CorruptError:
             return None
-        return DiskRecord(str(name), secret, bytes(opened), bool(durable), engine == self._engine)
+        known = bytes(opened)
+        return StoredRecord(
+            key=known[:KEY_BYTES],
+            about=known[KEY_BYTES:],
+            durable=bool(durable),
+            name=str(name),
+            secret=secret,
+            mine=engine == self._engine,
+        )
 
     # From nothing to a record.
 
     def reserve(
-        self, coming: Sequence[DiskRecord], slots: int, stopped: Callable[[set[str]], set[str]]
+        self, coming: Sequence[StoredRecord], slots: int, expired: Callable[[set[str]], set[str]]
     ) -> Reserved:
         """Rows for records whose files are to be made, as far as the budget allows.
 
@@ -207,7 +215,7 @@ class Database:
         Args:
             coming: new ones.
             slots: most files that all engines together may have.
-            stopped: which of the engines with these names do not run.
+            expired: which of the engines with these names do not run.
 
         Raises:
             OSError: nothing was changed.
@@ -217,18 +225,18 @@ class Database:
             there, new = self._new(sql, coming)
             places = [_FREE] * min(len(new), max(0, slots - self._count(sql)))
             places += self._victims(sql, len(new) - len(places))
-            documents: list[_Place] = []
-            if len(places) < len(new) and any(kept.durable for kept, _ in new):
-                documents = self._documents(sql, len(new), stopped)
-            granted: list[DiskRecord] = []
+            unheld: list[_Place] = []
+            if len(places) < len(new) and any(record.durable for record, _ in new):
+                unheld = self._unheld(sql, len(new), expired)
+            granted: list[StoredRecord] = []
             victims: list[_Place] = []
-            for kept, digest in new:
-                more = documents if kept.durable else []
+            for record, digest in new:
+                more = unheld if record.durable else []
                 if not (left := places or more):
                     continue
                 victims.append(left.pop(0))
-                granted.append(kept)
-                self._insert(sql, kept, digest, victims[-1] is not _FREE, len(granted))
+                granted.append(record)
+                self._insert(sql, record, digest, victims[-1] is not _FREE, len(granted))
             names = [place.name for place in victims if place is not _FREE]
             removed = [place.name for place in victims if place.is_record]
             self._take_away(sql, names, removed)
@@ -236,13 +244,13 @@ class Database:
         return Reserved(granted, names, removed, there, len(new) - len(granted))
 
     def _new(
-        self, sql: sqlite3.Connection, coming: Sequence[DiskRecord]
-    ) -> tuple[list[DiskRecord], list[tuple[DiskRecord, bytes]]]:
+        self, sql: sqlite3.Connection, coming: Sequence[StoredRecord]
+    ) -> tuple[list[StoredRecord], list[tuple[StoredRecord, bytes]]]:
         """Records that are there already, and those that nobody writes, with their digests."""
         there, new = [], []
-        for kept in coming:
-            digest = self.key_digest(kept.key)
-            if kept.durable:
+        for record in coming:
+            digest = self.key_digest(record.key)
+            if record.durable:
                 self._hold(sql, digest)
             found = sql.execute(
                 f"SELECT state, {_COLUMNS} FROM records WHERE digest = ?", (digest,)
@@ -250,8 +258,8 @@ class Database:
             if found is None:
                 holders = "SELECT count(*) FROM holders WHERE digest = ?"
                 is_held = sql.execute(holders, (digest,)).fetchone()[0] > 0
-                new.append((kept._replace(durable=is_held), digest))
-            elif found[0] == _THERE and (known := self._kept(*found[1:])) is not None:
+                new.append((record._replace(durable=is_held), digest))
+            elif found[0] == _THERE and (known := self._record(*found[1:])) is not None:
                 there.append(known)
         return there, new
 
@@ -269,13 +277,13 @@ class Database:
             *(_Place(name, True) for (name,) in oldest),
         ]
 
-    def _documents(
-        self, sql: sqlite3.Connection, most: int, stopped: Callable[[set[str]], set[str]]
+    def _unheld(
+        self, sql: sqlite3.Connection, most: int, expired: Callable[[set[str]], set[str]]
     ) -> list[_Place]:
         """Durable records that no other running engine holds, the least recently used first."""
         query = "SELECT DISTINCT engine FROM holders WHERE engine <> ?"
         others = {engine for (engine,) in sql.execute(query, (self._engine,))}
-        running = sorted(others - stopped(others))
+        running = sorted(others - expired(others))
         marks = ", ".join("?" * len(running))
         query = (
             "SELECT name FROM records WHERE state = ? AND durable AND digest NOT IN "
@@ -284,15 +292,29 @@ class Database:
         return [_Place(name, True) for (name,) in sql.execute(query, (_THERE, *running, most))]
 
     def _insert(
-        self, sql: sqlite3.Connection, kept: DiskRecord, digest: bytes, in_place: bool, number: int
+        self,
+        sql: sqlite3.Connection,
+        record: StoredRecord,
+        digest: bytes,
+        in_place: bool,
+        number: int,
     ) -> None:
         values = (
-            *(kept.name, digest, kept.secret, self._sealed(kept), _WRITING, kept.durable),
-            *(time.time() + 1e-6 * number, self._engine, in_place),  # the times keep their order
+            record.name,
+            digest,
+            record.secret,
+            self._sealed(record),
+            _WRITING,
+            record.durable,
+            time.time() + 1e-6 * number,  # the times keep their order
+            self._engine,
+            in_place,
         )
         sql.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
-    def publish(self, written: Sequence[DiskRecord], victims: Sequence[str]) -> list[DiskRecord]:
+    def publish(
+        self, written: Sequence[StoredRecord], victims: Sequence[str]
+    ) -> list[StoredRecord]:
         """The files of reserved rows are on the device, and those of the victims are not.
 
         Returns:
@@ -301,16 +323,16 @@ class Database:
         Raises:
             OSError: nothing was changed.
         """
-        erased: list[DiskRecord] = []
+        erased: list[StoredRecord] = []
         with self._lock, _errors(), self._transaction() as sql:
-            for kept in written:
-                name = (kept.name,)
+            for record in written:
+                name = (record.name,)
                 sql.execute("UPDATE records SET in_place = 0 WHERE name = ?", name)
                 query = "UPDATE records SET state = ? WHERE name = ? AND state = ?"
                 if sql.execute(query, (_THERE, *name, _WRITING)).rowcount:
                     _note(sql, name, _CAME)
                 else:
-                    erased.append(kept)
+                    erased.append(record)
             sql.executemany("DELETE FROM records WHERE name = ?", [(name,) for name in victims])
             old = (self._last_change(sql) - _MOST_CHANGES,)
             sql.execute("DELETE FROM changes WHERE number <= ?", old)
@@ -458,7 +480,7 @@ class Database:
         sql.execute("UPDATE records SET durable = ? WHERE digest = ?", (is_held, digest))
         return is_held
 
-    def dismiss(self, engine: str) -> None:
+    def release_all(self, engine: str) -> None:
         """An engine that will not come again holds nothing."""
         with self._lock, _errors(), self._transaction() as sql:
             sql.execute("DELETE FROM holders WHERE engine = ?", (engine,))
@@ -480,7 +502,7 @@ class Database:
                 return RecordChanges([], [])
             if found[0][0] > self._seen + 1:
                 rows = self._all_rows()
-                others = [kept for _, kept in rows if kept is not None and not kept.mine]
+                others = [record for _, record in rows if record is not None and not record.mine]
                 return RecordChanges([], others, frozenset(name for name, _ in rows))
             self._seen = found[-1][0]
             gone = [name for _, name, change in found if change != _CAME]
@@ -488,9 +510,9 @@ class Database:
             coming = {name for _, name, _ in found} - {*gone}
             query = f"SELECT {_COLUMNS} FROM records WHERE name = ? AND state = ?"
             found_rows = [self._sql.execute(query, (name, _THERE)).fetchone() for name in coming]
-            kept = [self._kept(*row) for row in found_rows if row is not None]
+            record = [self._record(*row) for row in found_rows if row is not None]
             self._count(self._sql)
-        coming_in = [row for row in kept if row is not None and not row.mine]
+        coming_in = [row for row in record if row is not None and not row.mine]
         return RecordChanges(gone, coming_in, erased=erased)
 
     # All of it.
@@ -500,8 +522,9 @@ class Database:
         with self._lock, contextlib.suppress(sqlite3.Error):
             self._sql.close()
 
-    def _sealed(self, kept: DiskRecord) -> bytes:
-        body, proof = self._sealer.seal(kept.secret, self._context(kept.name), kept.about)
+    def _sealed(self, record: StoredRecord) -> bytes:
+        known = record.key + record.about
+        body, proof = self._sealer.seal(record.secret, self._context(record.name), known)
         return bytes(body) + proof
 
     def _context(self, name: str) -> bytes:

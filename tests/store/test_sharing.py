@@ -13,15 +13,23 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from vllm.v1.kv_offload.base import OffloadKey
 
-from tests.tier import records
-from tests.tier.records import SLOTS, Hang, folder, key_of, payload_of, record, write
-from tests.tier.test_files import CONTEXT, RECORD_BYTES, Engine
-from vllm_segreuse.tier import database
-from vllm_segreuse.tier.encryption import Aes256Gcm
-from vllm_segreuse.tier.folder import LostError
-from vllm_segreuse.tier.seats import Owner
+from segreuse_store import database
+from segreuse_store.encryption import Aes256Gcm
+from segreuse_store.folder import LostError
+from segreuse_store.leases import Owner
+from tests.store import records
+from tests.store.records import (
+    SLOTS,
+    Hang,
+    about_of,
+    folder,
+    key_of,
+    payload_of,
+    record,
+    write,
+)
+from tests.store.test_file_store import RECORD_BYTES, Engine
 
 Start = Callable[..., Engine]
 
@@ -36,7 +44,7 @@ class Shared(Engine):
 
     def note(self) -> None:
         """Have the others see what was used, and what is durable."""
-        self.tier._note()
+        self.tier.note()
         self.tier.drain_jobs()
         self.poll()
 
@@ -65,11 +73,11 @@ def test_what_one_engine_writes_another_finds_and_reads(start: Start, tmp_path: 
     assert sorted(second.events()) == [(1, False), (2, False)]
     assert second.load(1, 2) == [1, 2]
     assert second.tier.counts == {"found": 2, "loaded": 2, "shared": 2}
-    found = second.tier.records_in(b"alice")
-    assert sorted(record.position for record in found) == [32, 64]
-    assert {record.namespaces for record in found} == {(b"alice",)}
-    assert second.tier.records_in(b"alice") == []
-    assert second.tier.records_in(b"bob") == []
+    found = second.tier.claim(b"alice")
+    labels = [second.tier.digest(b"alice")]
+    assert sorted(it.about for it in found) == sorted(about_of(n, labels) for n in (1, 2))
+    assert second.tier.claim(b"alice") == []
+    assert second.tier.claim(b"bob") == []
     assert len(records.files(tmp_path / "store")) == 2
     assert first.tier.counts == {"stored": 2}, "its own are no finds"
 
@@ -78,20 +86,20 @@ def test_it_is_found_without_being_looked_for(start: Start) -> None:
     first, second = start(), start()
     first.store(1)
     for _ in range(1000):
-        if second.tier.records_in(b"alice"):
+        if second.tier.claim(b"alice"):
             break
         time.sleep(0.01)
     assert second.load(1) == [1]
 
 
-def test_records_of_a_namespace_that_was_named_before_are_found_with_the_next_request(
+def test_records_of_a_label_that_was_named_before_are_found_with_the_next_request(
     start: Start,
 ) -> None:
     first, second = start(), start()
-    assert second.tier.records_in(b"alice") == []
+    assert second.tier.claim(b"alice") == []
     first.store(1)
     second.see()
-    assert len(second.tier.records_in(b"alice")) == 1
+    assert len(second.tier.claim(b"alice")) == 1
 
 
 def test_what_both_compute_is_stored_once(start: Start, tmp_path: Path) -> None:
@@ -121,7 +129,7 @@ def test_what_another_engine_uses_is_used(start: Start) -> None:
     first.store(1)
     first.store(2)
     second.see()
-    second.tier.touch([OffloadKey(key_of(1))], CONTEXT)
+    second.tier.touch([key_of(1)])
     second.now += 2.0
     second.poll()
     second.tier.drain_jobs()
@@ -249,13 +257,13 @@ def test_an_engine_that_adds_a_document_again_while_it_releases_it_holds_it(
     first.store(1, durable=True)
     second.tier.set_durable([key_of(1)], True)
     second.note()
-    hang, release = Hang(), first.tier._erasures._release
-    monkeypatch.setattr(first.tier._erasures, "_release", lambda keys: (hang(), release(keys))[1])
+    hang, release = Hang(), first.tier.folder.release
+    monkeypatch.setattr(first.tier.folder, "release", lambda keys: (hang(), release(keys))[1])
     first.tier.erase([key_of(1)])
     assert hang.reached.wait(30)
     first.tier.set_durable([key_of(1)], True)
-    first.tier._remember()
-    first.tier._folder.note()
+    first.tier.remember()
+    first.tier.folder.note()
     hang.released.set()
     first.tier.drain_jobs()
     first.poll()
@@ -302,7 +310,7 @@ def test_documents_without_a_manifest_are_given_up_by_the_next_engine(
 ) -> None:
     first = start(slots=1, name="one")
     first.store(1, durable=True)
-    journal = Path(first.tier._folder.journal)
+    journal = Path(first.tier.folder.journal)
     journal.touch()
     first.tier.shutdown()
     start(slots=1, name="two").store(2)
@@ -334,7 +342,7 @@ def test_a_relative_manifest_is_looked_for_where_it_is(
     assert not journal.exists()
 
 
-def test_a_seat_whose_manifest_nobody_can_look_for_is_kept(tmp_path: Path) -> None:
+def test_a_lease_whose_manifest_nobody_can_look_for_is_kept(tmp_path: Path) -> None:
     """What its lock holds is torn, or relative to a folder that nobody knows."""
     store = folder(tmp_path / "store", owner=Owner("manifest"))
     journal = Path(store.journal)
@@ -348,28 +356,28 @@ def test_a_seat_whose_manifest_nobody_can_look_for_is_kept(tmp_path: Path) -> No
     assert not journal.exists()
 
 
-def test_what_has_gone_is_not_remembered_for_a_namespace_that_nobody_names(start: Start) -> None:
+def test_what_has_gone_is_not_remembered_for_a_label_that_nobody_names(start: Start) -> None:
     first, second = start(slots=2), start(slots=2)
     for number in range(6):
         first.store(number)
         second.see()
-    assert sum(map(len, second.tier._unnamed.values())) == 2
-    assert len(second.tier.records_in(b"alice")) == 2
+    assert second.tier.num_unclaimed == 2
+    assert len(second.tier.claim(b"alice")) == 2
 
 
-# Opening, and seats.
+# Opening, and leases.
 
 
-def test_an_engine_gets_its_seat_again(tmp_path: Path) -> None:
+def test_an_engine_gets_its_lease_again(tmp_path: Path) -> None:
     stores = [folder(tmp_path, owner=Owner(*owner)) for owner in (("a", 0), ("a", 1), ("b", 0))]
-    seats = [store._seats.name for store in stores]
-    assert len(set(seats)) == 3
+    leases = [Path(store.journal).stem for store in stores]
+    assert len(set(leases)) == 3
     for store in stores:
         store.close()
     again = folder(tmp_path, owner=Owner("b", 0))
-    assert again._seats.name == seats[2]
+    assert Path(again.journal).stem == leases[2]
     twice = folder(tmp_path, owner=Owner("b", 0))
-    assert twice._seats.name == seats[2].replace("-0", "-1")
+    assert Path(twice.journal).stem == leases[2].replace("-0", "-1")
     assert twice.journal != again.journal
 
 
@@ -404,13 +412,13 @@ def test_a_damaged_database_is_not_replaced_while_others_use_it(tmp_path: Path) 
 
 def test_a_store_whose_key_is_lost_is_not_emptied_while_others_use_it(tmp_path: Path) -> None:
     first = folder(tmp_path)
-    write(first, 1)
+    (stored,) = first.write([(first.new(record(1)), payload_of(1))], SLOTS).stored
     (Path(first.path) / "digests.key").unlink()
     with pytest.raises(OSError, match=r"digests.key is missing or torn, and other engines"):
         folder(tmp_path)
-    (seen,) = first._database.rows()
-    assert seen[1] is not None
-    assert bytes(first.read(seen[1])) == payload_of(1)
+    with closing(sqlite3.connect(Path(first.path) / "records.sqlite")) as sql:
+        assert sql.execute("SELECT name FROM records").fetchall() == [(stored.name,)]
+    assert bytes(first.read(stored)) == payload_of(1)
 
 
 def test_a_smaller_budget_removes_nothing_while_others_use_the_store(start: Start) -> None:
@@ -459,7 +467,7 @@ def test_an_engine_that_runs_ends_what_a_dead_one_has_begun(tmp_path: Path) -> N
     assert len(records.files(tmp_path)) == 1
     assert store.slots_used == 1
     store.write(again, 2)
-    kept = {row.key: row for _, row in store._database.rows() if row is not None}
+    kept = {found.key: found for found in folder(tmp_path).at_start}
     assert {*kept} == {key_of(2), key_of(9)}
     assert bytes(store.read(kept[key_of(9)])) == payload_of(9)
 

@@ -8,17 +8,16 @@ import stat
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.tier import records
-from tests.tier.records import SLOTS, FaultyDisk, folder, key_of, payload_of, raises, record, write
-from vllm_segreuse.tier.database import Notes
-from vllm_segreuse.tier.folder import LostError, RecordFolder
-from vllm_segreuse.tier.format import TRAILER_BYTES, DiskRecord, record_of
+from segreuse_store.database import Notes
+from segreuse_store.folder import LostError, RecordFolder
+from segreuse_store.format import HEAD_BYTES, TRAILER_BYTES, StoredRecord
+from tests.store import records
+from tests.store.records import SLOTS, FaultyDisk, folder, key_of, payload_of, raises, record, write
 
 
-def reopened(store: RecordFolder, path: Path) -> dict[bytes, DiskRecord]:
+def reopened(store: RecordFolder, path: Path) -> dict[bytes, StoredRecord]:
     store.close()
     again = folder(path)
     found = {kept.key: kept for kept in again.at_start}
@@ -32,18 +31,15 @@ def database(store: RecordFolder) -> sqlite3.Connection:
 
 def test_records_outlive_a_restart(tmp_path: Path) -> None:
     store = folder(tmp_path)
-    write(store, 0, 1, 2)
+    labels = [store.digest(b"alice")]
+    given = [record(0), record(1, labels=labels), record(2)]
+    store.write([(store.new(it), payload_of(n)) for n, it in enumerate(given)], SLOTS)
     store.close()
     store = folder(tmp_path)
     assert [kept.key for kept in store.at_start] == [key_of(0), key_of(1), key_of(2)]
     for number, kept in enumerate(store.at_start):
         assert bytes(store.read(kept)) == payload_of(number)
-        found, expected = record_of(kept), record(number)
-        assert found._replace(tokens=None, namespaces=None) == expected._replace(
-            tokens=None, namespaces=None
-        )
-        np.testing.assert_array_equal(found.tokens, expected.tokens)
-        assert found.namespaces == (store.digest(b"alice"),)
+        assert kept._replace(name="", secret=b"") == given[number]
 
 
 def test_records_of_a_batch_keep_their_order_though_the_clock_stands_still(
@@ -59,7 +55,7 @@ def test_records_of_a_batch_keep_their_order_though_the_clock_stands_still(
     assert list(reopened(store, tmp_path)) == [key_of(number) for number in order]
 
 
-def test_digests_of_namespaces_are_those_of_one_store(tmp_path: Path) -> None:
+def test_digests_of_labels_are_those_of_one_store(tmp_path: Path) -> None:
     first, second = folder(tmp_path / "first"), folder(tmp_path / "second")
     assert first.digest(b"alice") != first.digest(b"bob")
     assert first.digest(b"alice") != second.digest(b"alice")
@@ -68,9 +64,9 @@ def test_digests_of_namespaces_are_those_of_one_store(tmp_path: Path) -> None:
     assert folder(tmp_path / "first").digest(b"alice") == digest
 
 
-def test_namespaces_are_in_no_file(tmp_path: Path) -> None:
+def test_labels_are_in_no_file(tmp_path: Path) -> None:
     store = folder(tmp_path)
-    kept = store.new(record(0, namespaces=(b"the salt of alice",)))
+    kept = store.new(record(0, labels=[store.digest(b"the salt of alice")]))
     store.write([(kept, payload_of(0))], SLOTS)
     store.close()
     for file in tmp_path.rglob("*"):
@@ -117,9 +113,10 @@ def test_every_byte_of_the_trailer_is_verified(tmp_path: Path) -> None:
 
 
 def test_exchanged_files_are_noticed(tmp_path: Path) -> None:
-    """Of records that differ in nothing but tokens and key."""
+    """Of records that differ in nothing but key and text."""
     store = folder(tmp_path)
-    both = record(0), record(1)._replace(position=0, depth=0)
+    head = record(0).about[:HEAD_BYTES]
+    both = record(0), record(1)._replace(about=head + record(1).about[HEAD_BYTES:])
     kept = [store.new(found) for found in both]
     store.write([(kept[0], payload_of(0)), (kept[1], payload_of(1))], SLOTS)
     first, second = records.files(tmp_path)
@@ -183,7 +180,7 @@ def test_a_damaged_row_is_removed(tmp_path: Path, column: str) -> None:
     assert len(records.files(tmp_path)) == 1
 
 
-def test_tokens_of_another_record_are_damage(tmp_path: Path) -> None:
+def test_what_is_known_of_another_record_is_damage(tmp_path: Path) -> None:
     """They would be found, and lead to KV of other tokens."""
     store = folder(tmp_path)
     kept = [store.new(record(number)) for number in (0, 1)]

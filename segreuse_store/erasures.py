@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which records a file tier is erasing, and which it could not erase and tries again.
+"""Which records a store is erasing, and which it could not erase and tries again.
 
 begin ──► erase, in a thread ──► finished
             │         ▲
@@ -13,7 +13,9 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+
+from segreuse_store.folder import RecordFolder
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -22,15 +24,15 @@ Erased = tuple[Sequence[bytes], list[str]]
 
 
 class Erasures:
-    """One per file tier. `erase` and `again` are for threads that may wait, the rest is for the
-    scheduler's. The lock is never held while the file system works.
+    """One per store. `erase` and `again` are for threads that may wait, the rest is for the
+    owner's. The lock is never held while the file system works.
 
     Args:
-        release: erases records; returns names of the files that were removed; may raise.
+        folder: whose records are erased.
     """
 
-    def __init__(self, release: Callable[[Collection[bytes]], list[str]]) -> None:
-        self._release = release
+    def __init__(self, folder: RecordFolder) -> None:
+        self._folder = folder
         self._lock = threading.Lock()
         self._under_way: Counter[bytes] = Counter()
         self._left: set[bytes] = set()
@@ -50,7 +52,8 @@ class Erasures:
         if error := self._try(keys):
             logger.warning(
                 "segment reuse: %d erased records are still on disk, it is tried again: %s",
-                *(len(keys), error),
+                len(keys),
+                error,
             )
 
     def again(self) -> None:
@@ -64,7 +67,7 @@ class Erasures:
 
     def _try(self, keys: Sequence[bytes]) -> Exception | None:
         try:
-            names = self._release(keys)
+            names = self._folder.release(keys)
         except Exception as error:
             with self._lock:
                 self._left.update(keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system calls of the file tier, each a method: tests replace them by calls that fail or hang.
+"""The system calls of the store, each a method: tests replace them by calls that fail or hang.
 
 Everything is made for its owner alone (0600, folders 0700), whatever the process's umask.
 """

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-from vllm_segreuse.tier.sealing import KEY_ENV, CorruptError
+from segreuse_store.sealing import KEY_ENV, CorruptError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

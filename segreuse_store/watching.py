@@ -8,18 +8,18 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-from vllm_segreuse.tier.database import RecordChanges
+from segreuse_store.database import RecordChanges
 
 logger = logging.getLogger("vllm.segreuse")
 
 LOOK_S = 0.1
 """Time between two looks: so much later are records found that another engine has written."""
-_CLEAN_LOOKS = 50
+CLEAN_LOOKS = 50
 """Files that a dead engine has left are looked for in every so many looks."""
 
 
 class Watcher:
-    """One per engine; what it finds is taken by the scheduler's thread, which never waits for it.
+    """One per engine; what it finds is taken by the owner's thread, which never waits for it.
 
     Args:
         look: returns what has changed; may raise.
@@ -63,7 +63,7 @@ class Watcher:
         looks = 0
         while not self._stopped.wait(self._look_s):
             try:
-                if looks % _CLEAN_LOOKS == 0:
+                if looks % CLEAN_LOOKS == 0:
                     self._clean()
                 self.look()
             except Exception as error:
