@@ -30,9 +30,10 @@ are of:
     drain_jobs(), shutdown()       drain_jobs(), shutdown()
     on_new_request(context), ...   nothing: no state is of a request
 
-`vllm_segreuse/tier/files.py` is the adapter, so a server of vLLM's could have this store, too. The
-half of the second tier that knows segments asks more of a tier only where it has files of its own:
-behind vLLM's manager any tier of vLLM's can be in its place. What vLLM's interface lacks:
+`vllm_segreuse/features/tier/files.py` is the adapter, so a server of vLLM's could have this store,
+too. The half of the second tier that knows segments asks more of a tier only where it has files of
+its own: behind vLLM's manager any tier of vLLM's can be in its place. What vLLM's interface
+lacks:
 
 - a **budget**: `fs` grows until the disk is full. Here all engines share one, and the least
   recently used records make room (`num_slots`, `used_bytes`).

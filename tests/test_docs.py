@@ -17,8 +17,8 @@ from types import ModuleType
 import pytest
 
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.config.metrics import METRICS
 from vllm_segreuse.features.audit.options import AuditOptions
-from vllm_segreuse.features.metrics import METRICS
 from vllm_segreuse.features.similar.options import SimilarityOptions
 from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.scheduling.tracked import Report

@@ -23,10 +23,10 @@ from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
 from tests.reports import Whole
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.config.in_scheduler import scheduler_side
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.engine.kv_group import KvGroup
-from vllm_segreuse.features.in_scheduler import scheduler_side
-from vllm_segreuse.features.metrics import SegReuseStats
-from vllm_segreuse.features.trained.documents.layout import Layout
+from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.plan import (
     ALL_LAYERS,
     NO_HALO,

@@ -12,7 +12,7 @@ import torch
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import drain, resident, submit
 from tests.e2e.test_equality import assert_same
-from vllm_segreuse.features.metrics import SegReuseStats
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.prefill.align import Aligner
 
 OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_policy": "sparsex"}

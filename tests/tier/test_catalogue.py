@@ -11,9 +11,9 @@ import pytest
 from tests.tier.world import SIZE, World
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache.namespace import namespace_key
+from vllm_segreuse.features.tier.catalogue import MAX_TOLD
+from vllm_segreuse.features.tier.record import About, Seen
 from vllm_segreuse.plan import Tier
-from vllm_segreuse.tier.catalogue import MAX_TOLD
-from vllm_segreuse.tier.record import About, Seen
 
 DOCUMENT = [*range(100, 112)]
 

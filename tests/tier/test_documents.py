@@ -9,9 +9,9 @@ import pytest
 from tests.tier.test_store import DOCUMENT, OTHER, stored
 from tests.tier.world import SIZE, World
 from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.features.tier.deleted import Deleted
+from vllm_segreuse.features.tier.record import unpacked
 from vllm_segreuse.plan import Tier
-from vllm_segreuse.tier.deleted import Deleted
-from vllm_segreuse.tier.record import unpacked
 
 
 def kept(world: World, tokens: list[int] = DOCUMENT, name: str = "doc") -> list[int]:

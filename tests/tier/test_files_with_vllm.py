@@ -17,9 +17,9 @@ from vllm.v1.kv_offload.tiering.manager import (
 from segreuse_store import FileStore, StoredRecord
 from tests.store.records import FINGERPRINT, PAYLOAD_BYTES, key_of, payload_of
 from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.tier.files import FileTier, open_files
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.tier.files import FileTier, open_files
-from vllm_segreuse.tier.record import About, packed
+from vllm_segreuse.features.tier.record import About, packed
 
 ROWS = 8
 NO_STEP = ScheduleEndContext((), ())

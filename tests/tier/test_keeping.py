@@ -9,8 +9,8 @@ import pytest
 
 from segreuse_store import GroupJournal, GroupPart, StoredRecord
 from tests.cache.keeping import Journal
+from vllm_segreuse.features.tier.keeping import Keeping
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.tier.keeping import Keeping
 
 
 class Rows:

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_segreuse.features.tier.staging import StagedMover
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.model.cells import StoredPage, views
 from vllm_segreuse.plan import IntArray
 from vllm_segreuse.prefill.mover import CopyBlocks, InPlace, Mover
-from vllm_segreuse.tier.staging import StagedMover
 
 BLOCKS, ROWS = 12, 30
 ELEMENTS = (24, 40, 24)

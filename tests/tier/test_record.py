@@ -9,7 +9,7 @@ import pytest
 from segreuse_store import StoredRecord
 from segreuse_store.format import HEAD_BYTES, Sealed
 from segreuse_store.sealing import Checksum
-from vllm_segreuse.tier.record import About, namespaces_of, packed, unpacked
+from vllm_segreuse.features.tier.record import About, namespaces_of, packed, unpacked
 
 TOKENS = np.array([5, -1, 2**31 - 1], np.int32)
 ALICE, BOB = b"a" * 16, b"b" * 16

@@ -22,8 +22,8 @@ from tests.tier.test_scheduler_side import Tiered
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.knowledge.kept import Place
 from vllm_segreuse.features.tier import start
+from vllm_segreuse.features.tier.files import MIN_RECORDS, open_files
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.tier.files import MIN_RECORDS, open_files
 
 OTHER = OPTIONS | {"extra_keys": "others"}
 

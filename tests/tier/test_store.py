@@ -10,8 +10,8 @@ import pytest
 
 from tests.tier.world import NAMESPACE, SIZE, World
 from vllm_segreuse.cache.namespace import namespace_key
+from vllm_segreuse.features.tier.record import namespaces_of, unpacked
 from vllm_segreuse.plan import Tier, TierDone
-from vllm_segreuse.tier.record import namespaces_of, unpacked
 
 DOCUMENT = [*range(100, 112)]  # three blocks
 OTHER = [*range(200, 212)]

@@ -20,12 +20,12 @@ from tests.tier.test_mover import CELL_BYTES, CPU, Streams, copier, pages_of, re
 from tests.tier.test_scheduler_side import Tiered
 from tests.tier.test_store import DOCUMENT, OTHER, stored
 from tests.tier.world import SIZE, World
+from vllm_segreuse.features.tier import copying as worker
+from vllm_segreuse.features.tier.files import open_files
+from vllm_segreuse.features.tier.host_rows import HostRows
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.tier import worker
-from vllm_segreuse.tier.files import open_files
-from vllm_segreuse.tier.host_rows import HostRows
-from vllm_segreuse.tier.region import HostRegion, RegionShape
-from vllm_segreuse.tier.staging import StagedMover
+from vllm_segreuse.features.tier.region import HostRegion, RegionShape
+from vllm_segreuse.features.tier.staging import StagedMover
 
 
 def filled(world: World) -> list[int]:

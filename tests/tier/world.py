@@ -22,15 +22,15 @@ from vllm_segreuse.cache.matcher import Matches, find_matches
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.cache.second_tier import by_tier, on_rows
-from vllm_segreuse.features.metrics import SegReuseStats
+from vllm_segreuse.config.metrics import SegReuseStats
+from vllm_segreuse.features.tier.catalogue import RecordCatalogue
+from vllm_segreuse.features.tier.files import FileTier
+from vllm_segreuse.features.tier.host_rows import HostRows
+from vllm_segreuse.features.tier.naming import record_keys
 from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.features.tier.store import RecordPlaces, TierStore
 from vllm_segreuse.plan import IntArray, Pieces, Tier, TierDone, TierOrders
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.tier.catalogue import RecordCatalogue
-from vllm_segreuse.tier.files import FileTier
-from vllm_segreuse.tier.host_rows import HostRows
-from vllm_segreuse.tier.naming import record_keys
-from vllm_segreuse.tier.store import RecordPlaces, TierStore
 
 SIZE = 4
 NAMESPACE = namespace_key(("docs",), None, None, ())

@@ -12,14 +12,14 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from segreuse_store import Owner
 from vllm_segreuse.features.knowledge.options import KnowledgeOptions
+from vllm_segreuse.features.tier.catalogue import RecordCatalogue
+from vllm_segreuse.features.tier.files import FileTier, open_files
+from vllm_segreuse.features.tier.fingerprint import model_fingerprint
+from vllm_segreuse.features.tier.host_rows import HostRows
+from vllm_segreuse.features.tier.naming import exact_key, record_keys
 from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.features.tier.store import RecordPlaces, TierStore
 from vllm_segreuse.scheduling.core import Core
-from vllm_segreuse.tier.catalogue import RecordCatalogue
-from vllm_segreuse.tier.files import FileTier, open_files
-from vllm_segreuse.tier.fingerprint import model_fingerprint
-from vllm_segreuse.tier.host_rows import HostRows
-from vllm_segreuse.tier.naming import exact_key, record_keys
-from vllm_segreuse.tier.store import RecordPlaces, TierStore
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion

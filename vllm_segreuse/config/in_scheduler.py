@@ -17,10 +17,9 @@ from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.features import having
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.features.tier.options import TierOptions, TierServer
 from vllm_segreuse.features.tier.start import most_records, start_tier
-from vllm_segreuse.features.trained.documents.layout import Layout
+from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.options.server import STEP_TOKENS, ServerOptions
 from vllm_segreuse.plan import ModelLayers, ReusePlan
 from vllm_segreuse.scheduling.budget import StepBudget
@@ -28,6 +27,7 @@ from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.donors import Donors
 from vllm_segreuse.scheduling.exact_names import ExactNames
 from vllm_segreuse.scheduling.feature import Features
+from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.methods import Methods
 from vllm_segreuse.scheduling.parts import Parts
 from vllm_segreuse.scheduling.planner import Planner

@@ -18,11 +18,11 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
 
+from vllm_segreuse.features.tier.region import HostRegion
+from vllm_segreuse.features.tier.staging import GpuStreams, StagedMover
 from vllm_segreuse.model.cells import StoredPage
 from vllm_segreuse.plan.tiering import TierDone, TierOrders
 from vllm_segreuse.prefill.mover import CopyBlocks, InPlace, Mark, Mover
-from vllm_segreuse.tier.region import HostRegion
-from vllm_segreuse.tier.staging import GpuStreams, StagedMover
 
 logger = init_logger("vllm.segreuse")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_segreuse.features.trained.documents.layout import KEY, Layout, LayoutError, Names
+from vllm_segreuse.model.documents.layout import KEY, Layout, LayoutError, Names
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -16,7 +16,7 @@ from segreuse_store import StoredRecord
 from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.cache.links import NODE
 from vllm_segreuse.cache.namespace import HeldNamespaces, NamespaceTable, has_lora
-from vllm_segreuse.tier.record import About, Record, Seen, unpacked
+from vllm_segreuse.features.tier.record import About, Record, Seen, unpacked
 
 _FIELD = {name: place for place, name in enumerate(NODE.names or ())}
 _BORN, _NAMESPACE, _BLOCK, _NEXT_VIEW = map(

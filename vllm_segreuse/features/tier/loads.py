@@ -17,10 +17,10 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from vllm_segreuse.engine.metrics import Counted
+from vllm_segreuse.features.tier.catalogue import RecordCatalogue
+from vllm_segreuse.features.tier.contexts import Contexts
+from vllm_segreuse.features.tier.record import Record
 from vllm_segreuse.plan import IntArray
-from vllm_segreuse.tier.catalogue import RecordCatalogue
-from vllm_segreuse.tier.contexts import Contexts
-from vllm_segreuse.tier.record import Record
 
 _COMING = (LookupResult.HIT_PENDING, LookupResult.RETRY)
 

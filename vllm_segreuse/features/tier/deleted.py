@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from vllm_segreuse.cache.index import was_before
-from vllm_segreuse.tier.record import Seen
+from vllm_segreuse.features.tier.record import Seen
 
 
 class Deleted:

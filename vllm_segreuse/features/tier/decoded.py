@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from vllm_segreuse.features.tier.record import Seen
 from vllm_segreuse.plan import ReusePlan, Tier
-from vllm_segreuse.tier.record import Seen
 
 
 class Decoded:

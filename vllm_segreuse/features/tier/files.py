@@ -30,7 +30,7 @@ from segreuse_store import (
 from segreuse_store import JobResult as StoreResult
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.tier.record import namespaces_of
+from vllm_segreuse.features.tier.record import namespaces_of
 
 logger = logging.getLogger("vllm.segreuse")
 

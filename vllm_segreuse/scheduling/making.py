@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.forgotten import Forgotten
@@ -12,8 +12,7 @@ from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import F, Feature, Features
 
 if TYPE_CHECKING:
-    from vllm_segreuse.features.trained.documents.layout import Layout
-    from vllm_segreuse.tier.store import TierStore
+    from vllm_segreuse.model.documents.layout import Layout
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Making:
         core: what features share.
         by_content: finds equal segments.
         forgotten: what donates no more.
-        store: the second tier; None: there is none.
+        store: the second tier (`TierStore`); None: there is none.
         layout: of prompts, where the model was trained on documents computed alone.
         made: features that come before, in order.
     """
@@ -32,7 +31,7 @@ class Making:
     core: Core
     by_content: Finder
     forgotten: Forgotten
-    store: TierStore | None
+    store: Any
     layout: Layout | None
     made: list[Feature] = field(default_factory=list)
 

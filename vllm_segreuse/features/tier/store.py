@@ -31,17 +31,17 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from segreuse_store import GroupJournal, StoredRecord
 from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.engine.metrics import Counted
+from vllm_segreuse.features.tier.catalogue import RecordCatalogue
+from vllm_segreuse.features.tier.contexts import Contexts
+from vllm_segreuse.features.tier.decoded import Decoded
+from vllm_segreuse.features.tier.deleted import Deleted
+from vllm_segreuse.features.tier.host_rows import HostRows
+from vllm_segreuse.features.tier.keeping import DurableFiles, Keeping
+from vllm_segreuse.features.tier.loads import Held, Loads
 from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.features.tier.record import Record, Seen, packed
 from vllm_segreuse.plan import IntArray, ReusePlan, TierDone, TierOrders
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.tier.catalogue import RecordCatalogue
-from vllm_segreuse.tier.contexts import Contexts
-from vllm_segreuse.tier.decoded import Decoded
-from vllm_segreuse.tier.deleted import Deleted
-from vllm_segreuse.tier.host_rows import HostRows
-from vllm_segreuse.tier.keeping import DurableFiles, Keeping
-from vllm_segreuse.tier.loads import Held, Loads
-from vllm_segreuse.tier.record import Record, Seen, packed
 
 logger = logging.getLogger("vllm.segreuse")
 

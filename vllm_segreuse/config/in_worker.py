@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_segreuse.engine.metrics import Counted
@@ -13,30 +12,12 @@ from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.model.cells import cell_content_bytes
 from vllm_segreuse.options.server import ServerOptions
-from vllm_segreuse.prefill.checks import Runtime
-from vllm_segreuse.prefill.feature import WorkerFeature
+from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 from vllm_segreuse.prefill.worker import WorkerSide, backlog_of, proven
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-@dataclass(frozen=True)
-class MakingWorker:
-    """What the halves of features are made from, in a worker.
-
-    Attributes:
-        vllm_config: the engine's.
-        config: the server's options.
-        kv_cache_config: vLLM's; the caches are bound to their layers.
-        runtime: what was proven of the model.
-    """
-
-    vllm_config: VllmConfig
-    config: ServerOptions
-    kv_cache_config: KVCacheConfig
-    runtime: Runtime
 
 
 def worker_side(

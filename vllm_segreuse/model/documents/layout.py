@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from vllm_segreuse.features.trained.documents.anchors import AnchorNames, Anchors
+from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
 
 KEY = "segreuse"
 """Of `config.json`."""
