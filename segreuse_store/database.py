@@ -404,7 +404,7 @@ class Database:
         leaving: list[str] = []
         with self._lock, _errors(), self._transaction() as sql:
             for digest in map(self.key_digest, keys):
-                if self._let_go(sql, digest):
+                if self._release(sql, digest):
                     continue
                 query = "SELECT name FROM records WHERE digest = ? AND state = ?"
                 leaving += [name for (name,) in sql.execute(query, (digest, _THERE))]
@@ -465,13 +465,13 @@ class Database:
                 [(when, name) for name, when in used.items()],
             )
             for key, is_durable in durable.items():
-                (self._hold if is_durable else self._let_go)(sql, self.key_digest(key))
+                (self._hold if is_durable else self._release)(sql, self.key_digest(key))
 
     def _hold(self, sql: sqlite3.Connection, digest: bytes) -> None:
         sql.execute("INSERT OR IGNORE INTO holders VALUES (?, ?)", (digest, self._engine))
         sql.execute("UPDATE records SET durable = 1 WHERE digest = ?", (digest,))
 
-    def _let_go(self, sql: sqlite3.Connection, digest: bytes) -> bool:
+    def _release(self, sql: sqlite3.Connection, digest: bytes) -> bool:
         """Returns whether another engine holds it."""
         row = (digest, self._engine)
         sql.execute("DELETE FROM holders WHERE digest = ? AND engine = ?", row)

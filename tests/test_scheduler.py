@@ -597,12 +597,12 @@ def test_what_would_hold_others_up_is_spread_over_steps(
     assert world.side.match(request, 0) == (len(prompt) - (0 if spread else 1), spread)
 
 
-def test_a_pass_larger_than_a_wave_is_spread_however_little_work_it_is() -> None:
+def test_a_pass_larger_than_a_chunk_is_spread_however_little_work_it_is() -> None:
     """Its states would not fit beside those of another that is under way."""
     world = World(spread_tokens=1000)
     world.run(world.add(DOCUMENT))
     world.tables["runs"] = [1]
-    for new, spread in ((100, False), (101, True)):  # a wave has 100
+    for new, spread in ((100, False), (101, True)):  # a chunk has 100
         request = world.add([*range(1000, 1000 + new), *DOCUMENT, 8])
         assert world.side.match(request, 0) == (new + 32, spread)
         world.side.take_step(True)

@@ -64,7 +64,7 @@ WORKING = {
     "model.layers.DecoderStack.run": SHIFT,
     "model.layers.DecoderStack.write_kv": SHIFT,
     "prefill.attention.PassAttention._attend": SCATTERED,
-    "prefill.layer_runner.LayerRunner.attention_paid": SELECTED,
+    "prefill.layer_runner.LayerRunner.attention_scores": SELECTED,
     "prefill.selection.choose": SELECTED,
     "model.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
     "prefill.scores.Scores._ask": FOCUS,

@@ -148,8 +148,8 @@ def _is_spread(core: Core, methods: Methods, plan: ReusePlan) -> bool:
     """
     most = core.vllm_config.scheduler_config.max_num_batched_tokens
     above = core.config.spread_work(most, methods.layers.count)
-    if plan.lora_id or plan.numbers is not None or above is None:
+    if plan.lora_id or plan.mrope_positions is not None or above is None:
         return False
-    if not kv_cache_manager.is_anybody_admitted(core.manager):
+    if not kv_cache_manager.has_running_requests(core.manager):
         return False
     return plan.layer_tokens(methods.layers) > above or plan.active_tokens > most

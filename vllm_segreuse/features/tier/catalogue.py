@@ -311,7 +311,7 @@ class RecordCatalogue:
             facts=BlockFacts(
                 fresh=False,
                 contexts=self._index.contexts[[block]],
-                lags=self._index.lags_of(np.asarray([block], np.int32)),
+                position_offsets=self._index.position_offsets_of(np.asarray([block], np.int32)),
             ),
         )
 

@@ -97,7 +97,7 @@ class BlockAttention(Feature, OwnRequests):
             return supplied
         cold, manager = self.requests.cold, self._core.manager
         reason = tracked.decision.reason
-        anybody = kv_cache_manager.is_anybody_admitted(manager) or cold.holds_for_others(
+        anybody = kv_cache_manager.has_running_requests(manager) or cold.holds_for_others(
             request.request_id
         )
         if reason != "no_free_blocks" or not anybody:

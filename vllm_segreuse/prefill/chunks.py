@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in waves: generators that stop behind each, so that whoever runs them may let others run in
+"""Work in chunks: generators that stop behind each, so that whoever runs them may let others run in
 between (`backlog.py`)."""
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Waves = Generator[int, None, T]
-"""Yields the work of each wave, in layer-tokens (one token computed at one layer); its result is
+Chunks = Generator[int, None, T]
+"""Yields the work of each chunk, in layer-tokens (one token computed at one layer); its result is
 what the last one made."""
 
 
-def finish(waves: Waves[T]) -> T:
-    """All waves at once."""
+def finish(chunks: Chunks[T]) -> T:
+    """All chunks at once."""
     while True:
         try:
-            next(waves)
+            next(chunks)
         except StopIteration as end:
             result: T = end.value
             return result

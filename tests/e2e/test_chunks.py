@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts longer than a wave: a pass holds no more tokens than vLLM profiled memory for."""
+"""Prompts longer than a chunk: a pass holds no more tokens than vLLM profiled memory for."""
 
 from collections.abc import Iterator
 
@@ -37,39 +37,39 @@ def difference(one: Answer, other: Answer) -> float:
 
 
 @pytest.fixture(scope="module")
-def in_one_wave() -> dict[str, list[Answer]]:
+def in_one_chunk() -> dict[str, list[Answer]]:
     with engine("qwen3", dtype="float32") as running:
         return answers(running)
 
 
 @pytest.fixture(scope="module")
-def in_many_waves(in_one_wave: dict[str, list[Answer]]) -> Iterator[dict[str, list[Answer]]]:
+def in_many_chunks(in_one_chunk: dict[str, list[Answer]]) -> Iterator[dict[str, list[Answer]]]:
     with engine("qwen3", dtype="float32", max_num_batched_tokens=128) as running:
         yield answers(running)
         running.check_idle()
 
 
 @pytest.mark.parametrize("way", [*WAYS, "plain"])
-def test_36_many_waves_give_the_same_result_as_one(
-    way: str, in_one_wave: dict[str, list[Answer]], in_many_waves: dict[str, list[Answer]]
+def test_36_many_chunks_give_the_same_result_as_one(
+    way: str, in_one_chunk: dict[str, list[Answer]], in_many_chunks: dict[str, list[Answer]]
 ) -> None:
-    for one, many in zip(in_one_wave[way], in_many_waves[way], strict=True):
+    for one, many in zip(in_one_chunk[way], in_many_chunks[way], strict=True):
         assert one.report == many.report
         assert one.token_ids == many.token_ids
         assert difference(one, many) < 2e-3
 
 
-def test_everything_in_waves_equals_plain(in_many_waves: dict[str, list[Answer]]) -> None:
-    for ours, plain in zip(in_many_waves["everything"], in_many_waves["plain"], strict=True):
+def test_everything_in_chunks_equals_plain(in_many_chunks: dict[str, list[Answer]]) -> None:
+    for ours, plain in zip(in_many_chunks["everything"], in_many_chunks["plain"], strict=True):
         assert difference(ours, plain) < 2e-3
         assert ours.report["recomputed_tokens"] == ours.report["reused_tokens"] > 700
 
 
-def test_policies_differ_as_they_should(in_one_wave: dict[str, list[Answer]]) -> None:
+def test_policies_differ_as_they_should(in_one_chunk: dict[str, list[Answer]]) -> None:
     """More recomputation, less drift; without this the equalities above could be vacuous."""
     drift = {
         way: max(
-            difference(a, b) for a, b in zip(in_one_wave[way], in_one_wave["plain"], strict=True)
+            difference(a, b) for a, b in zip(in_one_chunk[way], in_one_chunk["plain"], strict=True)
         )
         for way in WAYS
     }
