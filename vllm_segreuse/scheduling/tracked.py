@@ -179,8 +179,8 @@ class TrackedRequest:
         observed: the plan that would have been carried out.
         report: outcome of its first admission.
         decision: the last one.
-        allocation_failed: blocks for want of which its plan was not allocated, although nobody else held
-            any.
+        allocation_failed: blocks for want of which its plan was not allocated, although nobody
+            else held any.
     """
 
     request_id: str
