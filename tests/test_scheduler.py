@@ -42,7 +42,7 @@ from vllm_segreuse.plan import (
     Segments,
     Staged,
 )
-from vllm_segreuse.scheduling.arrival import MAX_ADAPTERS, namespace_of
+from vllm_segreuse.scheduling.arrival import MAX_ADAPTERS, NEVER_DONATES, namespace_of
 
 SIZE = 4
 OPTIONS = {"extra_keys": "tests", "segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
@@ -270,6 +270,16 @@ def test_35_nothing_is_donated_from_placeholder_tokens(reason: str, donates: boo
     world = World()
     world.run(world.add(DOCUMENT, **BYPASSED[reason]))
     assert len(world.index) == (len(DOCUMENT) // SIZE if donates else 0)
+
+
+@pytest.mark.parametrize("also", ["prompt_logprobs", "prefix_cache_skipped"])
+@pytest.mark.parametrize("reason", NEVER_DONATES)
+def test_35_nothing_is_donated_from_them_for_another_reason_either(reason: str, also: str) -> None:
+    world = World()
+    request = world.add(DOCUMENT, **BYPASSED[reason], **BYPASSED[also])
+    world.run(request)
+    assert len(world.index) == 0
+    assert world.report(request)["bypass_reason"] == reason
 
 
 @pytest.mark.parametrize(("adapter", "lora_id"), [(None, 0), (LORA, LORA.lora_int_id)])
