@@ -5,7 +5,7 @@ SUITE ?= ttft
 ARGS ?=
 N ?= 50
 VLLM ?= 0.33.0
-NEXT ?= tests/compat tests/stateful tests/cache tests/tier tests/serve tests/test_scheduler.py tests/e2e
+NEXT ?= tests/compat tests/stateful tests/cache tests/tier tests/store tests/serve tests/test_scheduler.py tests/e2e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quick test everything next sampled stress demo bench docs lint format clean

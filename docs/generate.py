@@ -263,7 +263,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def metrics() -> str:
     """The names and help texts that the server gives to Prometheus."""
-    module = _imported_alone("vllm_segreuse.features.metrics")
+    module = _imported_alone("vllm_segreuse.config.metrics")
     rows = [
         (
             f"`{module.core.PREFIX}{row.name}`",

@@ -217,7 +217,7 @@ def test_a_report_is_under_a_key_of_its_own_and_no_block_is_held(
 
 
 def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Patch) -> None:
-    from vllm_segreuse.features import in_scheduler
+    from vllm_segreuse.config import in_scheduler
 
     made = []
     monkeypatch.setattr(in_scheduler, "scheduler_side", lambda *given: made.append(given))
@@ -241,8 +241,8 @@ def assert_reports(subject: SegReuseConnector, stats: SegReuseStats) -> None:
 def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
     llama: Any, monkeypatch: Patch
 ) -> None:
-    from vllm_segreuse.features import in_scheduler
-    from vllm_segreuse.tier import region
+    from vllm_segreuse.config import in_scheduler
+    from vllm_segreuse.features.tier import region
 
     opened, made, bound = [], [], []
 
@@ -351,7 +351,7 @@ def step(worker: SegReuseConnector, ended: set[str] | None = None, **metadata: A
 
 
 def test_the_half_is_made_once_vllm_has_its_caches(llama: Any, monkeypatch: Patch) -> None:
-    from vllm_segreuse.features import in_worker
+    from vllm_segreuse.config import in_worker
 
     made = []
     monkeypatch.setattr(in_worker, "worker_side", lambda *given: made.append(given))

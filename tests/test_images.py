@@ -57,8 +57,8 @@ def test_numbers_are_those_of_mrope(parts, behind, low, high):
     count = end + behind
     expected = np.array(defined(images, count), np.int32).reshape(-1, 3).T
     start, stop = sorted((min(low, count), min(high, count)))
-    assert images.numbers(0, count).tolist() == expected.tolist()
-    assert images.numbers(start, stop).tolist() == expected[:, start:stop].tolist()
+    assert images.mrope_positions(0, count).tolist() == expected.tolist()
+    assert images.mrope_positions(start, stop).tolist() == expected[:, start:stop].tolist()
     assert images.covers(start, stop).tolist() == images.covers(0, count)[start:stop].tolist()
     assert images.covers(0, count).sum() == sum(it.height * it.width for it in images.images)
 
@@ -71,11 +71,11 @@ def test_one_turn_moves_all_three_rows(here, there, behind, which):
     other, end_other = layout([*there, *shared])
     length = end_one - layout(here)[1] + behind
     first_one, first_other = layout(here)[1], layout(there)[1]
-    a = one.numbers(first_one, first_one + length)
-    b = other.numbers(first_other, first_other + length)
-    turn = (np.arange(length) + first_other - other.lags(first_other, first_other + length)) - (
-        np.arange(length) + first_one - one.lags(first_one, first_one + length)
-    )
+    a = one.mrope_positions(first_one, first_one + length)
+    b = other.mrope_positions(first_other, first_other + length)
+    turn = (
+        np.arange(length) + first_other - other.position_offsets(first_other, first_other + length)
+    ) - (np.arange(length) + first_one - one.position_offsets(first_one, first_one + length))
     assert (b - a == turn).all()
     assert end_one + behind == first_one + length
     assert end_other + behind == first_other + length
@@ -84,7 +84,7 @@ def test_one_turn_moves_all_three_rows(here, there, behind, which):
 def test_pieces_are_split_where_an_image_ends():
     donor, images = Images([Image(2, 2, 3)]), Images([Image(5, 2, 3)])
     behind = np.zeros((8, SIZE), np.int32)
-    behind[3:6] = donor.lags(0, 12).reshape(3, SIZE)
+    behind[3:6] = donor.position_offsets(0, 12).reshape(3, SIZE)
     # All twelve tokens of the donor, three positions on.
     pieces = Pieces.from_table([[3, 4, 3, 0, 0], [7, 4, 4, 0, 4], [11, 4, 5, 0, 8]])
     turned = pieces.turned(behind, images)

@@ -24,9 +24,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config.in_scheduler import scheduler_side
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.engine.kv_group import segment_group
-from vllm_segreuse.features.in_scheduler import scheduler_side
-from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.plan import FreezeOrder
 
 SIZE = 4

@@ -18,7 +18,7 @@ def config(
     backend: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     max_model_len: int = 1000,
-    wave: int = 100_000,
+    chunk: int = 100_000,
     lora: bool = False,
     speculative: Any = None,
     latent: bool = False,
@@ -43,7 +43,7 @@ def config(
     return SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=wave),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=chunk),
         lora_config=object() if lora else None,
         speculative_config=speculative,
         attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
@@ -112,14 +112,14 @@ def test_backends_without_a_workspace_take_no_more(backend: str) -> None:
     assert pass_bytes(config(backend)) == pass_bytes(config(None))
 
 
-@pytest.mark.parametrize("wave", [100, 100_000])
-def test_flashinfer_has_a_workspace_by_rank(wave: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [100, 100_000])
+def test_flashinfer_has_a_workspace_by_rank(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.envs as envs
 
     least = envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
-    workspace = pass_bytes(config("FLASHINFER", wave=wave)) - pass_bytes(config(wave=wave))
-    assert workspace == max(least, wave * 4 * 128 * 16)
-    assert (workspace == least) == (wave == 100)
+    workspace = pass_bytes(config("FLASHINFER", chunk=chunk)) - pass_bytes(config(chunk=chunk))
+    assert workspace == max(least, chunk * 4 * 128 * 16)
+    assert (workspace == least) == (chunk == 100)
 
 
 def test_the_scratch_is_that_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

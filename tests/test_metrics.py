@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from vllm_segreuse.config.metrics import SegReusePromMetrics, SegReuseStats
 from vllm_segreuse.engine.metrics import Metric
-from vllm_segreuse.features.metrics import SegReusePromMetrics, SegReuseStats
 
 AUDITED = {"policy": "shift", "namespace_class": "docs"}
 

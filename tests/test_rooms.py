@@ -8,10 +8,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "vllm_segreuse"
 TOOLS = REPOSITORY / "segreuse_tools"
+STORE = REPOSITORY / "segreuse_store"
 
 ORDER = (
     *("compat", "kernels", "engine", "plan", "policies", "options", "model"),
-    *("cache", "scheduling", "prefill", "tier", "features", "config", "serve"),
+    *("cache", "scheduling", "prefill", "features", "config", "serve"),
     *("connector", "plugin"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""
@@ -78,7 +79,7 @@ def test_imports_go_one_way() -> None:
 
 def test_the_package_itself_imports_only_how_it_is_turned_on() -> None:
     found = {imported for _, importing, imported in imports() if importing == ROOT}
-    assert found <= {"config", ROOT}
+    assert found <= {"config", "features", "serve", ROOT}
 
 
 def test_patches_of_vllm_import_nothing_of_ours() -> None:
@@ -95,3 +96,11 @@ def test_the_tools_import_the_package_and_it_never_imports_them() -> None:
         if module.split(".")[0] == TOOLS.name
     ]
     assert back == []
+
+
+def test_the_package_imports_the_store_which_imports_neither_it_nor_torch_nor_vllm() -> None:
+    """Not inside functions or for types either."""
+    used = {module.split(".")[0] for _, _, module in imported(STORE)}
+    assert STORE.name in used
+    assert not used & {PACKAGE.name, TOOLS.name, "torch", "vllm"}
+    assert STORE.name in {module.split(".")[0] for _, _, module in imported(PACKAGE)}

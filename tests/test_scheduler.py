@@ -25,10 +25,10 @@ from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
 from tests.reports import Whole
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.config.in_scheduler import scheduler_side
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.engine.kv_group import KvGroup
-from vllm_segreuse.features.in_scheduler import scheduler_side
-from vllm_segreuse.features.metrics import SegReuseStats
-from vllm_segreuse.features.trained.documents.layout import Layout
+from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.plan import (
     ALL_LAYERS,
     NO_HALO,
@@ -44,7 +44,7 @@ from vllm_segreuse.plan import (
     Segments,
     Staged,
 )
-from vllm_segreuse.scheduling.arrival import MAX_ADAPTERS, namespace_of
+from vllm_segreuse.scheduling.arrival import MAX_ADAPTERS, NEVER_DONATES, namespace_of
 
 SIZE = 4
 OPTIONS = {"extra_keys": "tests", "segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
@@ -272,6 +272,16 @@ def test_35_nothing_is_donated_from_placeholder_tokens(reason: str, donates: boo
     world = World()
     world.run(world.add(DOCUMENT, **BYPASSED[reason]))
     assert len(world.index) == (len(DOCUMENT) // SIZE if donates else 0)
+
+
+@pytest.mark.parametrize("also", ["prompt_logprobs", "prefix_cache_skipped"])
+@pytest.mark.parametrize("reason", NEVER_DONATES)
+def test_35_nothing_is_donated_from_them_for_another_reason_either(reason: str, also: str) -> None:
+    world = World()
+    request = world.add(DOCUMENT, **BYPASSED[reason], **BYPASSED[also])
+    world.run(request)
+    assert len(world.index) == 0
+    assert world.report(request)["bypass_reason"] == reason
 
 
 @pytest.mark.parametrize(("adapter", "lora_id"), [(None, 0), (LORA, LORA.lora_int_id)])
@@ -599,12 +609,12 @@ def test_what_would_hold_others_up_is_spread_over_steps(
     assert world.side.match(request, 0) == (len(prompt) - (0 if spread else 1), spread)
 
 
-def test_a_pass_larger_than_a_wave_is_spread_however_little_work_it_is() -> None:
+def test_a_pass_larger_than_a_chunk_is_spread_however_little_work_it_is() -> None:
     """Its states would not fit beside those of another that is under way."""
     world = World(spread_tokens=1000)
     world.run(world.add(DOCUMENT))
     world.tables["runs"] = [1]
-    for new, spread in ((100, False), (101, True)):  # a wave has 100
+    for new, spread in ((100, False), (101, True)):  # a chunk has 100
         request = world.add([*range(1000, 1000 + new), *DOCUMENT, 8])
         assert world.side.match(request, 0) == (new + 32, spread)
         world.side.take_step(True)

@@ -85,13 +85,13 @@ def test_an_image_that_was_seen_is_reused_wholly_and_never_computed() -> None:
     assert plan.recipe.fixed.sum() == 12
     # Three positions on in all rows; text behind the image has as many numbers less as in front.
     assert set(plan.pieces.turn.tolist()) == {3}
-    assert plan.numbers is not None
-    assert plan.numbers[:, held].tolist() == [
+    assert plan.mrope_positions is not None
+    assert plan.mrope_positions[:, held].tolist() == [
         [13] * 12,
         [13, 13, 13, 13, 14, 14, 14, 14, 15, 15, 15, 15],
         [13, 14, 15, 16] * 3,
     ]
-    assert plan.numbers[:, held.stop].tolist() == [17] * 3
+    assert plan.mrope_positions[:, held.stop].tolist() == [17] * 3
 
 
 def test_text_behind_an_image_turns_by_its_numbers_and_not_by_its_index() -> None:
@@ -292,12 +292,12 @@ def test_text_behind_images_keeps_its_numbers_beside_records() -> None:
     world.end_step()
     index = parts_of(world.side).index
     blocks = np.flatnonzero(index.nodes["born"][:64])
-    before = {int(block): index.lags_of(block[None]).tolist() for block in blocks}
-    assert any(any(lags) for lags in before.values())
-    catalogue = parts_of(world.side).tier._catalogue  # type: ignore[union-attr]
+    before = {int(block): index.position_offsets_of(block[None]).tolist() for block in blocks}
+    assert any(any(position_offsets) for position_offsets in before.values())
+    catalogue = parts_of(world.side).tier.catalogue  # type: ignore[union-attr]
     for block in blocks.tolist():
         catalogue._link_block(block, SimpleNamespace(entry=-1))
-        assert index.lags_of(np.array([block])).tolist() == before[block]
+        assert index.position_offsets_of(np.array([block])).tolist() == before[block]
 
 
 def test_images_are_not_left_out_of_a_plan_that_would_be_less_work_without_them() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SEEN, World
 from tests.test_worker import Backlog, report, worker_side
-from vllm_segreuse.features.metrics import SegReuseStats
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.plan import AcceptanceOutcome, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.worker import WorkerSide
 

@@ -12,10 +12,9 @@ import pytest
 from vllm.config import ParallelConfig
 
 from tests.prefill.loaded import model_config
-from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config import SegReuseConfig, in_worker
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.features import in_worker
-from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.features.tier import worker as tier_module
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.model.layers import UnsupportedModelError

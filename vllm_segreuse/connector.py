@@ -24,10 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config.metrics import SegReusePromMetrics, SegReuseStats
 from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.supported import check_config
 from vllm_segreuse.engine.version import require_supported_vllm
-from vllm_segreuse.features.metrics import SegReusePromMetrics, SegReuseStats
 from vllm_segreuse.features.similar.options import SimilarServer
 from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.features.trained.refusals import isolated_layout
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import CacheHitSource
     from vllm.v1.request import Request
 
+    from vllm_segreuse.features.tier.region import HostRegion
     from vllm_segreuse.prefill.worker import WorkerSide
     from vllm_segreuse.scheduling.scheduler import SchedulerSide
-    from vllm_segreuse.tier.region import HostRegion
 
 
 @dataclass
@@ -121,7 +121,7 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         # Imported here: it loads numba, which workers do not need.
-        from vllm_segreuse.features.in_scheduler import scheduler_side
+        from vllm_segreuse.config.in_scheduler import scheduler_side
 
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler_side = scheduler_side(
@@ -139,7 +139,7 @@ class SegReuseConnector(KVConnectorBase_V1):
         options = TierServer.of(self._config).tier
         if options is None:
             return None
-        from vllm_segreuse.tier.region import open_region
+        from vllm_segreuse.features.tier.region import open_region
 
         return open_region(self._vllm_config, self._kv_cache_config, options, rank=None)
 
@@ -192,7 +192,7 @@ class SegReuseConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # Imported here: the scheduler's process does not need it.
-        from vllm_segreuse.features.in_worker import worker_side
+        from vllm_segreuse.config.in_worker import worker_side
 
         self.worker_side = worker_side(
             self._vllm_config, self._config, self._kv_cache_config, self._stats

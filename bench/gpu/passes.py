@@ -85,7 +85,7 @@ def measured(llm: Any, shape: str, tokens: int, profiled: DeviceType | None) -> 
             without_graphs_ms = _median_ms(work)
         settings = runner.settings
         if runner.graphs is not None:
-            settings = settings._replace(max_wave_tokens=runner.graphs.sizes[-1])
+            settings = settings._replace(max_chunk_tokens=runner.graphs.sizes[-1])
         with patch.object(runner, "settings", settings):
             in_graphs_ms = _median_ms(work)
         write_trace(f"{shape}-{policy.label}-again", work)

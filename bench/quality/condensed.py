@@ -23,7 +23,7 @@ from bench.quality.isolated import (
 from bench.quality.tasks import Example
 from vllm_segreuse.features.knowledge.naming import NamedDocument
 from vllm_segreuse.features.knowledge.schemas import NewDocument
-from vllm_segreuse.features.trained.documents.layout import Layout
+from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.serve.offline import KnowledgeBase
 
 BASE = "bench"

@@ -18,7 +18,7 @@ from bench import engine, harness
 from bench.quality import language
 from bench.quality.engine import KV_SPACE_GIB, MAX_TOKENS, MODEL, generate, require_model
 from bench.quality.tasks import Example
-from vllm_segreuse.features.trained.documents.layout import KEY, Layout, Names
+from vllm_segreuse.model.documents.layout import KEY, Layout, Names
 
 UNTRAINED = {
     "isolated_documents": True,

@@ -55,7 +55,7 @@ class Documents:
         if wanted:
             return self._ingestion(wanted[0], let_go=0, returns=True)
         let_go = list(self._documents)[: max(0, len(self._documents) - KEPT + 1)]
-        self._let_go(let_go)
+        self._release(let_go)
         name = f"document-{self._made}"
         self._made += 1
         self._documents[name] = self._tokens(self._length())
@@ -63,7 +63,7 @@ class Documents:
 
     def end(self) -> None:
         """Let go of all."""
-        self._let_go(list(self._documents))
+        self._release(list(self._documents))
 
     def state(self) -> dict[str, Any]:
         """`SchedulerSide.frozen`."""
@@ -73,7 +73,7 @@ class Documents:
         tokens = self._context + self._documents[name]
         return Ingestion(tokens, FreezeOrder(name, 0, 1, _FIRST_TOKEN), let_go, returns)
 
-    def _let_go(self, names: list[str]) -> None:
+    def _release(self, names: list[str]) -> None:
         for name in names:
             del self._documents[name]
         self._core.segreuse_call("unfreeze", names)

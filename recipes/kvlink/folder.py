@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from recipes.kvlink.rows import Writer
-from vllm_segreuse.features.trained.documents.anchors import AnchorNames
-from vllm_segreuse.features.trained.documents.layout import KEY, LayoutError, Names
-from vllm_segreuse.features.trained.documents.model import layout_with
+from vllm_segreuse.model.documents.anchors import AnchorNames
+from vllm_segreuse.model.documents.folder import layout_with
+from vllm_segreuse.model.documents.layout import KEY, LayoutError, Names
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MESSAGES = "{%- for message in messages -%}"

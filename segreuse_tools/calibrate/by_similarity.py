@@ -20,7 +20,7 @@ from segreuse_tools.calibrate.trials import IN_FULL, answer, trial
 from segreuse_tools.calibrate.verdict_table import name_of
 from segreuse_tools.estimate.request_log import LogError, read_log
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
-from vllm_segreuse.features.scheduler_calls import call_scheduler_of
+from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler_of
 from vllm_segreuse.policies import WITHOUT_CHOICE
 
 if TYPE_CHECKING:

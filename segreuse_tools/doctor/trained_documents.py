@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.features.trained.documents.layout import LayoutError
-from vllm_segreuse.features.trained.documents.model import layout_with, names_of
 from vllm_segreuse.features.trained.refusals import check_options
+from vllm_segreuse.model.documents.folder import layout_with, names_of
+from vllm_segreuse.model.documents.layout import LayoutError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -643,11 +643,11 @@ def test_a_plan_that_missed_room_while_nobody_else_had_any_gives_up_as_much_once
     tracked = world.request(document[0] + world.new_tokens(3))
     world.pins.room = 7
     assert world.decide(tracked, needed=4)
-    tracked.misses_room = 2
+    tracked.allocation_failed = 2
     assert world.end_step() == []
     assert world.decide(tracked, needed=4)
     assert world.pins.blocks == document[1][:1]
-    tracked.misses_room = 3
+    tracked.allocation_failed = 3
     assert (world.decide(tracked, needed=4), tracked.decision.reason) == (0, "no_free_blocks")
     assert world.pins.blocks == []
     assert world.decide(tracked, needed=4), "if it waits on, others have come"

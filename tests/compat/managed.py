@@ -19,10 +19,10 @@ from vllm.v1.request import Request
 
 from tests.parts import parts_of
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config.in_scheduler import scheduler_side
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.engine.kv_group import segment_group
-from vllm_segreuse.features.in_scheduler import scheduler_side
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
-from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.plan import FreezeOrder, Pieces, Recipe, ReusePlan
 from vllm_segreuse.scheduling.tracked import TrackedRequest
 

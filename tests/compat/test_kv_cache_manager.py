@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.compat.managed import LIMIT, SIZE, Managed, manager_of, plan_of
 from vllm_segreuse.compat import kv_cache_manager
-from vllm_segreuse.compat.kv_cache_manager import is_anybody_admitted
+from vllm_segreuse.compat.kv_cache_manager import has_running_requests
 
 
 @pytest.fixture
@@ -168,12 +168,12 @@ def test_the_managers_of_other_engines_are_left_alone(managed: Managed) -> None:
 
 def test_somebody_is_admitted_while_it_holds_blocks(managed: Managed) -> None:
     manager = managed.manager
-    assert not is_anybody_admitted(manager)
+    assert not has_running_requests(manager)
     request = managed.request([*range(SIZE)])
     manager.allocate_slots(request, SIZE)
-    assert is_anybody_admitted(manager)
+    assert has_running_requests(manager)
     manager.free(request)
-    assert not is_anybody_admitted(manager)
+    assert not has_running_requests(manager)
 
 
 def test_installing_twice_wraps_once() -> None:
@@ -197,4 +197,4 @@ def test_who_alone_misses_room_does_without_its_plan(state: str) -> None:
         managed.planner.budget.close()
     given = managed.manager.allocate_slots(request, 1, num_external_computed_tokens=2 * SIZE - 1)
     assert given is None
-    assert (tracked.misses_room > 0) is (state == "alone")
+    assert (tracked.allocation_failed > 0) is (state == "alone")

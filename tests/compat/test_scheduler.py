@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What workers report reaches the scheduler's half first, and only loads that vLLM waits for count;
-a reset takes the blocks of whoever is set aside; references are added when a step is over. Other
-connectors see no change."""
+a reset takes the blocks of whoever is set aside; references are added when a step is over; a
+session goes on behind what its answer keeps. Other connectors see no change."""
 
 import ast
 import inspect
@@ -14,7 +14,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from vllm_segreuse.compat.scheduler import _reset_prefix_cache, _update_from_output
+from vllm_segreuse.compat.scheduler import (
+    _handle_stopped_request,
+    _reset_prefix_cache,
+    _update_from_output,
+)
 
 
 def output(computed: Any, loaded: set[str] | None = None) -> SimpleNamespace:
@@ -264,5 +268,46 @@ def test_the_parts_of_vllms_scheduler_that_a_reset_touches_are_there() -> None:
         "deferred_waiting",
         "_inflight_prefills",
         "kv_cache_manager",
+        "num_spec_tokens",
     }
     assert hasattr(Real, "kv_holding_waiting") or "kv_holding_waiting" in made
+
+
+@pytest.mark.parametrize(
+    ("computed", "placeholders", "is_session", "is_ours", "is_drafting", "counted"),
+    [
+        (21, 0, True, True, True, 18),
+        (18, 0, True, True, True, 18),  # nothing was accepted behind the end
+        (15, 0, True, True, True, 15),
+        (22, 4, True, True, True, 22),  # asynchronous scheduling subtracts placeholders itself
+        (21, 0, False, True, True, 21),
+        (21, 0, True, False, True, 21),
+        (21, 0, True, True, False, 21),
+    ],
+)
+def test_drafts_behind_the_end_of_an_answer_are_not_counted(
+    computed: int,
+    placeholders: int,
+    is_session: bool,
+    is_ours: bool,
+    is_drafting: bool,
+    counted: int,
+) -> None:
+    """Of a session with 19 tokens, the last of which was sampled just now."""
+    scheduler = SimpleNamespace(
+        connector=connector() if is_ours else object(), num_spec_tokens=3 * is_drafting
+    )
+    ended = SimpleNamespace(
+        resumable=is_session,
+        num_tokens=19,
+        num_computed_tokens=computed,
+        num_output_placeholders=placeholders,
+    )
+    seen: list[int] = []
+
+    def handle(self: Any, request: Any) -> bool:
+        seen.append(request.num_computed_tokens)
+        return not request.resumable
+
+    assert _handle_stopped_request(handle)(scheduler, ended) is not is_session
+    assert seen == [counted]

@@ -12,8 +12,8 @@ from bench.shapes import _write_tokenizer
 from segreuse_tools.commands import doctor as cli
 from tests.doctor.test_families import FAMILIES
 from tests.e2e.isolated_models import names
-from vllm_segreuse.features.trained.documents.anchors import AnchorNames
-from vllm_segreuse.features.trained.documents.layout import Names
+from vllm_segreuse.model.documents.anchors import AnchorNames
+from vllm_segreuse.model.documents.layout import Names
 
 
 @pytest.fixture

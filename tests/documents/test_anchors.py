@@ -7,8 +7,8 @@ import pytest
 
 from tests.documents.test_layout import CONFIG
 from tests.documents.test_layout import ids as ids_without
-from vllm_segreuse.features.trained.documents.anchors import AnchorNames, Anchors
-from vllm_segreuse.features.trained.documents.layout import Layout, LayoutError, Names, Span
+from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
+from vllm_segreuse.model.documents.layout import Layout, LayoutError, Names, Span
 
 SAID = {"chunk_tokens": 4, "anchor_tokens": 2, "anchor_token": "<a{index}>"}
 ANCHORS = Anchors(4, (140, 141))

@@ -44,7 +44,7 @@ HOST_GIB = 0.25
 CONTROL = "control"
 WHOLE: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8}
 CHUNKED = WHOLE | {"max_num_batched_tokens": 80}
-"""Steps and waves that end within blocks; most prompts and many holes take several."""
+"""Steps and chunks that end within blocks; most prompts and many holes take several."""
 TWO_RANKS = {"tensor_parallel_size": 2}
 TOGETHER = 8
 CORES = sorted(os.sched_getaffinity(0))

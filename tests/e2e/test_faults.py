@@ -12,7 +12,7 @@ import torch
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import drain, resident, submit
 from tests.e2e.test_equality import assert_same
-from vllm_segreuse.features.metrics import SegReuseStats
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.prefill.align import Aligner
 
 OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16, "segreuse_policy": "sparsex"}
@@ -64,7 +64,7 @@ WORKING = {
     "model.layers.DecoderStack.run": SHIFT,
     "model.layers.DecoderStack.write_kv": SHIFT,
     "prefill.attention.PassAttention._attend": SCATTERED,
-    "prefill.layer_runner.LayerRunner.attention_paid": SELECTED,
+    "prefill.layer_runner.LayerRunner.attention_scores": SELECTED,
     "prefill.selection.choose": SELECTED,
     "model.layers.DecoderStack.keys_and_values": SELECTED | {"segreuse_policy": "cacheblend"},
     "prefill.scores.Scores._ask": FOCUS,

@@ -125,7 +125,7 @@ def at_once(
 
 
 def measured(report: dict[str, Any]) -> dict[str, Any]:
-    """A report whose drift may differ by rounding: waves are other batches."""
+    """A report whose drift may differ by rounding: chunks are other batches."""
     drift = report["drift"]
     return report | {"drift": drift and pytest.approx(drift, rel=0.02)}
 
@@ -249,7 +249,7 @@ def test_27_an_error_between_two_steps_costs_the_reuse(
     submit(spreading, "spread", prompts[0], WAYS["shift"])
     step(spreading)
     assert set_aside(spreading)
-    original: Callable[..., object] = Adapters.applied  # to eager and compiled waves
+    original: Callable[..., object] = Adapters.applied  # to eager and compiled chunks
 
     def fails_once(*args: object) -> object:
         monkeypatch.setattr(Adapters, "applied", original)

@@ -59,7 +59,7 @@ def test_an_engine_reuses_what_another_computes_while_it_runs(tmp_path: Path) ->
         reused = from_files.report["reused_tokens"]
         assert from_files.report["tiered_tokens"] == reused > 150
         assert counts(running)["disk"] >= reused // 32
-        files = parts_of(running.scheduler.connector.scheduler_side).tier._files.counts
+        files = parts_of(running.scheduler.connector.scheduler_side).tier.files.counts
         assert files["shared"] >= reused // 32
 
         ask(running, donor, OTHERS)

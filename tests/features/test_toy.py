@@ -49,7 +49,7 @@ def test_it_is_in_the_tables_of_the_documentation(seen: dict[str, Any]) -> None:
 
 def test_without_it_nothing_of_it_is_there() -> None:
     from vllm_segreuse.config import RequestOptions, SegReuseConfig
-    from vllm_segreuse.features.metrics import METRICS
+    from vllm_segreuse.config.metrics import METRICS
 
     names = {*SegReuseConfig.model_fields, *RequestOptions.model_fields}
     assert not any("toy" in name for name in (*names, *(row.name for row in METRICS)))

@@ -18,8 +18,8 @@ pretending.pretend(pretending.BACKEND)
 
 from tests.e2e.engine import NAMESPACE, Engine, Prompts, engine  # noqa: E402
 from tests.e2e.test_equality import EVERYTHING, WAYS, assert_same  # noqa: E402
-from vllm_segreuse.audit.draw import Draw  # noqa: E402
 from vllm_segreuse.config import SegReuseConfig  # noqa: E402
+from vllm_segreuse.features.audit.draw import Draw  # noqa: E402
 
 BLOCK_SIZE = 16
 SPREAD_TOKENS = 32
@@ -55,7 +55,7 @@ def test_it_is_what_a_gpu_would_run(reusing: Engine) -> None:
 def test_recomputing_everything_equals_full_prefill(
     reusing: Engine, spread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several plans of one step, in waves, while others decode; or the second over several."""
+    """Several plans of one step, in chunks, while others decode; or the second over several."""
     if not spread:
         monkeypatch.setattr(SegReuseConfig, "spread_work", lambda *_: None)
     text = Prompts(reusing.vocab_size, seed=3)

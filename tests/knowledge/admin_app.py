@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.features.audit.audits import Audits
 from vllm_segreuse.features.audit.options import AuditOptions
 from vllm_segreuse.features.knowledge.chunks import Shape
@@ -16,7 +17,6 @@ from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.schemas import PREFIX
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
-from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.serve.admin import Below, make_app
 
 TOKEN = "admin"

@@ -20,8 +20,8 @@ from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
-from vllm_segreuse.features.trained.documents.anchors import AnchorNames, Anchors
-from vllm_segreuse.features.trained.documents.layout import Layout, Names
+from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
+from vllm_segreuse.model.documents.layout import Layout, Names
 from vllm_segreuse.options.parsing import ANCHORS, EXTRA_KEYS, FREEZE
 from vllm_segreuse.plan import AnchorOrder, FreezeOrder
 

@@ -17,7 +17,7 @@ from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
-from vllm_segreuse.features.trained.documents.layout import Layout, Names, padded
+from vllm_segreuse.model.documents.layout import Layout, Names, padded
 from vllm_segreuse.plan import FreezeOrder
 
 NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>")

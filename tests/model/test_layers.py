@@ -122,7 +122,7 @@ def test_the_model_gets_tensors_of_its_own(world: World, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_states_of_waves_are_put_where_they_belong(residual: bool) -> None:
+def test_states_of_chunks_are_put_where_they_belong(residual: bool) -> None:
     whole = LayerState(torch.randn(7, 3), torch.randn(7, 3) if residual else None)
     for size in (1, 3, 6, 7, 100):
         collected = Collected(7)
@@ -138,7 +138,7 @@ def test_states_of_waves_are_put_where_they_belong(residual: bool) -> None:
             assert collected.state.residual is None
 
 
-def test_states_of_waves_take_the_place_of_what_entered() -> None:
+def test_states_of_chunks_take_the_place_of_what_entered() -> None:
     """Also of layers that add to what they were given, and return it as the other half."""
     whole = LayerState(torch.randn(7, 3), torch.randn(7, 3))
     before = whole.clone()

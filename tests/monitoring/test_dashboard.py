@@ -17,7 +17,7 @@ from tests.monitoring.expressions import (
     panels,
     rules,
 )
-from vllm_segreuse.features.metrics import SegReusePromMetrics
+from vllm_segreuse.config.metrics import SegReusePromMetrics
 
 ALL = list(expressions())
 OURS = "vllm:segreuse_"

@@ -54,12 +54,12 @@ from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
 from vllm_segreuse.prefill.selection import choose_tokens
-from vllm_segreuse.prefill.waves import Waves
+from vllm_segreuse.prefill.chunks import Chunks
 
 PROGRAM = Loudest
 
 
-def run(program: Loudest, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+def run(program: Loudest, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     values = batch.held(typed_pages(layers.stack.attention[0]), layers.layouts[0].values)
     values = values.float().abs().pow(program.power).sum((1, 2))
     active = choose_tokens(batch, values).beside(batch.always)

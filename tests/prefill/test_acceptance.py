@@ -223,8 +223,8 @@ def test_in_several_steps_it_does_the_same(work: int, monkeypatch: pytest.Monkey
     prepared = spread.prefill.prepare([plan(recipe="sum")], work)
     for cache in spread.caches:
         cache[DONOR:] = math.nan  # other requests have the donors' blocks by then
-    waves = spread.prefill.compute(prepared)
-    [outcome] = in_turns(waves)[0].outcomes.values()
+    chunks = spread.prefill.compute(prepared)
+    [outcome] = in_turns(chunks)[0].outcomes.values()
     expected = report.outcomes["one"]
     assert outcome.acceptance is not None
     assert expected.acceptance is not None
@@ -254,7 +254,7 @@ def test_a_halo_that_is_no_number_is_rejected(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_windows_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, windows=(0, 3, 0, 5), max_wave_tokens=3)
+    world = World(monkeypatch, windows=(0, 3, 0, 5), max_chunk_tokens=3)
     one = plan(recipe="sum")
     expected = first_round(world, one)
     run(world, one)

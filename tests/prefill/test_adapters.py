@@ -77,7 +77,7 @@ def test_keys_and_values_that_are_compared_have_the_adapter_of_their_request(
 ) -> None:
     """No layer is run as far as its output there."""
     manager = Manager()
-    world = World(monkeypatch, lora_manager=manager, max_wave_tokens=5)
+    world = World(monkeypatch, lora_manager=manager, max_chunk_tokens=5)
     keys_and_values, seen = world.stack.keys_and_values, []
 
     def note(index: int, *given: Any) -> Any:
@@ -106,19 +106,19 @@ def test_spoilt_plans_are_computed_in_full_with_their_adapters(
 
 @pytest.mark.parametrize("recipe", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("lora_ids", [[1, 0, 2, 1], [2, 2]], ids=str)
-@pytest.mark.parametrize("wave", [1000, 5])
+@pytest.mark.parametrize("chunk", [1000, 5])
 def test_every_token_has_the_adapter_of_its_request(
-    recipe: dict[str, Any], lora_ids: list[int], wave: int, monkeypatch: pytest.MonkeyPatch
+    recipe: dict[str, Any], lora_ids: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = Manager()
-    world = World(monkeypatch, lora_manager=manager, max_wave_tokens=wave)
+    world = World(monkeypatch, lora_manager=manager, max_chunk_tokens=chunk)
     computed: list[int] = []
     world.spoil = checking(world, manager, lora_ids, computed)
     for _ in world.prefill.compute(world.prefill.prepare(plans_of(lora_ids, **recipe))):
         assert manager.in_force is STEP, "between chunks the step's mapping is in force"
     assert sum(computed) >= 8 * len(lora_ids) * (LAYERS - 1)
     assert manager.in_force is STEP
-    assert manager.most_tokens <= wave, "vLLM has room for so many"
+    assert manager.most_tokens <= chunk, "vLLM has room for so many"
 
 
 def test_the_step_gets_its_mapping_back_if_the_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_queries_are_captured_however_they_attend(
     everyone = Queries(world.layers, np.arange(2 * count), note)  # type: ignore[arg-type]
     few = Queries(world.layers[1:], np.array([1, count, count + 2]), note)  # type: ignore[arg-type]
     for collected in (everyone, few):
-        for _ in range(2):  # two waves
+        for _ in range(2):  # two chunks
             where = tokens(*positions), TABLES
             with world.subject.forward_context(*where, execution, collected):
                 assert world.execution == execution
@@ -193,8 +193,8 @@ def test_queries_are_captured_however_they_attend(
                     given.zero_()  # the backend may reuse its memory
     attended = ["kernel", "asked"] * 2 if world.log[0] == "kernel" else ["rows", "asked", "asked"]
     assert world.log[: 2 * len(attended)] == 2 * attended, "behind attention: keys are written"
-    waves = [slice(0, count), slice(count, 2 * count)]
-    expected = [(i, wave, queries[i]) for wave in waves for i in (0, 1)]
+    chunks = [slice(0, count), slice(count, 2 * count)]
+    expected = [(i, chunk, queries[i]) for chunk in chunks for i in (0, 1)]
     expected += [(0, slice(0, 1), queries[1][[1]]), (0, slice(1, 3), queries[1][[0, 2]])]
     for found, wanted in zip(asked, expected, strict=True):
         assert found[:2] == wanted[:2]

@@ -10,26 +10,26 @@ import pytest
 
 from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.backlog import Backlog
-from vllm_segreuse.prefill.waves import Waves
+from vllm_segreuse.prefill.chunks import Chunks
 
 
 class Prefill:
-    """`SparsePrefill` without a model: plans are numbers of waves, of 10 layer-tokens each."""
+    """`SparsePrefill` without a model: plans are numbers of chunks, of 10 layer-tokens each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.is_behind = False
         monkeypatch.setattr(backlog, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
-    def prepare(self, plans: list[Any], wave_work: int | None = None) -> Any:
-        self.log.append(f"align {[plan.request_id for plan in plans]} {wave_work}")
-        return SimpleNamespace(plans=plans, wave_work=wave_work)
+    def prepare(self, plans: list[Any], chunk_work: int | None = None) -> Any:
+        self.log.append(f"align {[plan.request_id for plan in plans]} {chunk_work}")
+        return SimpleNamespace(plans=plans, chunk_work=chunk_work)
 
-    def compute(self, prepared: Any) -> Waves[str]:
+    def compute(self, prepared: Any) -> Chunks[str]:
         first = prepared.plans[0]
         name = first.request_id
         try:
-            for _ in range(first.waves):
+            for _ in range(first.chunks):
                 assert self.is_behind is first.spread
                 self.log.append(name)
                 yield 10
@@ -45,8 +45,8 @@ class Prefill:
         self.is_behind = False
 
 
-def plan(name: str, waves: int, spread: bool = True) -> Any:
-    return SimpleNamespace(request_id=name, waves=waves, spread=spread)
+def plan(name: str, chunks: int, spread: bool = True) -> Any:
+    return SimpleNamespace(request_id=name, chunks=chunks, spread=spread)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_step_does_its_share_of_the_oldest_first(prefill: Prefill) -> None:
     assert subject.advance() == {}
 
 
-def test_a_share_is_never_exceeded_by_more_than_the_wave_that_reaches_it(prefill: Prefill) -> None:
+def test_a_share_is_never_exceeded_by_more_than_the_chunk_that_reaches_it(prefill: Prefill) -> None:
     for share, expected in ((1, 1), (10, 1), (11, 2), (25, 3), (29, 3)):
         subject = Backlog(prefill, share)  # type: ignore[arg-type]
         subject.take([plan("a", 9), plan("b", 9)])

@@ -15,7 +15,7 @@ import torch
 
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import backlog
-from vllm_segreuse.prefill.waves import finish
+from vllm_segreuse.prefill.chunks import finish
 
 
 def plan(name: str = "request") -> ReusePlan:
@@ -51,11 +51,11 @@ class Pass:
             raise ArithmeticError(f"{name} {number}")
 
     def prepare(
-        self, plans: list[ReusePlan], wave_work: int | None = None, apart: bool = False
+        self, plans: list[ReusePlan], chunk_work: int | None = None, apart: bool = False
     ) -> Any:
         assert apart is bool(self.calls), "what is computed in full is so one by one"
         self._call("prepare")
-        return SimpleNamespace(plans=plans, wave_work=wave_work)
+        return SimpleNamespace(plans=plans, chunk_work=chunk_work)
 
     def compute(self, prepared: Any) -> Iterator[int]:
         self._call("compute")
@@ -87,12 +87,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 _of_thread = threading.local()
 
 
-def prepare(subject: Pass, wave_work: int | None = None) -> Any:
-    return backlog.prepare_or_in_full(subject, [plan("a"), plan("b")], wave_work)  # type: ignore[arg-type]
+def prepare(subject: Pass, chunk_work: int | None = None) -> Any:
+    return backlog.prepare_or_in_full(subject, [plan("a"), plan("b")], chunk_work)  # type: ignore[arg-type]
 
 
-def compute(subject: Pass, wave_work: int | None = None) -> Any:
-    prepared: Any = SimpleNamespace(plans=[plan("a"), plan("b")], wave_work=wave_work)
+def compute(subject: Pass, chunk_work: int | None = None) -> Any:
+    prepared: Any = SimpleNamespace(plans=[plan("a"), plan("b")], chunk_work=chunk_work)
     return finish(backlog.compute_or_in_full(subject, prepared))  # type: ignore[arg-type]
 
 
@@ -101,14 +101,14 @@ def test_without_an_error_plans_are_carried_out_as_they_are(ranks: Callable[[int
     assert in_full(prepare(Pass())) == in_full(compute(Pass())) == [False, False]
 
 
-@pytest.mark.parametrize("wave_work", [None, 70])
+@pytest.mark.parametrize("chunk_work", [None, 70])
 def test_a_plan_that_cannot_be_prepared_is_computed_in_full(
-    wave_work: int | None, ranks: Callable[[int], None]
+    chunk_work: int | None, ranks: Callable[[int], None]
 ) -> None:
     ranks(1)
-    prepared = prepare(Pass(("prepare", 0)), wave_work)
+    prepared = prepare(Pass(("prepare", 0)), chunk_work)
     assert in_full(prepared) == [True, True]
-    assert prepared.wave_work == wave_work
+    assert prepared.chunk_work == chunk_work
 
 
 @pytest.mark.parametrize("step", ["compute", "finish"])
@@ -117,7 +117,7 @@ def test_a_pass_that_fails_is_repeated_in_full(step: str, ranks: Callable[[int],
     subject = Pass((step, 0))
     done = compute(subject, 70)
     assert in_full(done) == [True, True]
-    assert done.wave_work == 70
+    assert done.chunk_work == 70
     assert subject.calls[-3:] == ["prepare", "compute", "finish"]
 
 
@@ -139,12 +139,12 @@ def test_an_error_between_ranks_ends_the_engine(step: str, ranks: Callable[[int]
     assert "prepare" not in subject.calls, "it started over, and the other ranks did not"
 
 
-def test_a_pass_that_is_dropped_between_waves_is_no_error(ranks: Callable[[int], None]) -> None:
+def test_a_pass_that_is_dropped_between_chunks_is_no_error(ranks: Callable[[int], None]) -> None:
     ranks(2)
-    prepared: Any = SimpleNamespace(plans=[plan()], wave_work=None)
-    waves = backlog.compute_or_in_full(Pass(), prepared)  # type: ignore[arg-type]
-    next(waves)
-    waves.close()
+    prepared: Any = SimpleNamespace(plans=[plan()], chunk_work=None)
+    chunks = backlog.compute_or_in_full(Pass(), prepared)  # type: ignore[arg-type]
+    next(chunks)
+    chunks.close()
 
 
 def together(subjects: list[Pass], act: Callable[[Pass], Any], tmp_path: Any) -> list[Any]:

@@ -158,7 +158,7 @@ def test_states_of_other_layers_are_found(drafted: tuple[Loaded, str], monkeypat
     monkeypatch.setattr(
         Batch,
         "keep_auxiliary",
-        lambda self, layer, wave, stream: keep(self, layer, wave, 1.1 * stream),
+        lambda self, layer, chunk, stream: keep(self, layer, chunk, 1.1 * stream),
     )
     assert OFF in why_refused(drafted)
 
@@ -255,13 +255,13 @@ class Noting:
 
     def __init__(self) -> None:
         self.given: list[tuple[int, int, float]] = []
-        self.waves: list[int] = []
+        self.chunks: list[int] = []
 
     def combined(self, states: torch.Tensor) -> torch.Tensor:
         return states
 
     def compute(self, ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
-        self.waves.append(len(ids))
+        self.chunks.append(len(ids))
         self.given += zip(ids.tolist(), positions.tolist(), states[:, 0].tolist(), strict=True)
 
 
@@ -326,9 +326,9 @@ def test_positions_behind_the_drafts_last_are_left_out() -> None:
     assert [at for _, at, _ in draft.given] == [9, 10]
 
 
-def test_spread_plans_draft_in_small_waves() -> None:
-    draft, work = noted([plan(0, 5, token_at_stop=7)], [0, 1, 2, 3, 4], wave_work=4)
-    assert draft.waves == [2, 2, 1]
+def test_spread_plans_draft_in_small_chunks() -> None:
+    draft, work = noted([plan(0, 5, token_at_stop=7)], [0, 1, 2, 3, 4], chunk_work=4)
+    assert draft.chunks == [2, 2, 1]
     assert work == [4, 4, 2], "tokens at two layers"
 
 

@@ -24,8 +24,8 @@ from vllm_segreuse.plan import (
     Stock,
 )
 from vllm_segreuse.prefill import executor
+from vllm_segreuse.prefill.chunks import Chunks, finish
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.prefill.waves import Waves, finish
 
 NAN, INF = float("nan"), float("inf")
 DONOR = 90
@@ -286,24 +286,24 @@ def test_plans_of_all_programs_in_one_step_do_as_they_do_alone(
         assert_equal(pages(together, each), pages(alone, each), atol=1e-4)
 
 
-def test_nothing_is_computed_before_the_first_wave_is_asked_for(
+def test_nothing_is_computed_before_the_first_chunk_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(monkeypatch)
     prepared = world.prefill.prepare(pair(RECIPES["boundary"]))
-    waves = world.prefill.compute(prepared)
+    chunks = world.prefill.compute(prepared)
     assert world.written == []
-    assert next(waves) > 0
+    assert next(chunks) > 0
     assert world.written != []
 
 
-def in_turns(*running: Waves[PassReport]) -> list[PassReport]:
-    """A wave of each, until all have ended."""
+def in_turns(*running: Chunks[PassReport]) -> list[PassReport]:
+    """A chunk of each, until all have ended."""
     left, reports = dict(enumerate(running)), {}
     while left:
-        for number, waves in list(left.items()):
+        for number, chunks in list(left.items()):
             try:
-                next(waves)
+                next(chunks)
             except StopIteration as end:
                 reports[number] = end.value
                 del left[number]
@@ -327,8 +327,8 @@ def test_passes_may_take_turns(compiled: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_between_waves_the_model_is_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, max_wave_tokens=5)
+def test_between_chunks_the_model_is_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, max_chunk_tokens=5)
     for _ in world.prefill.compute(world.prefill.prepare(pair(RECIPES[name]), 30)):
         assert world.context is None
         for layer, attention in zip(world.stack.layers, world.stack.attention, strict=True):
@@ -338,18 +338,18 @@ def test_between_waves_the_model_is_as_it_was(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_wave_is_no_larger_than_it_may_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_no_larger_than_it_may_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in tokens, which memory was profiled for, nor in the work of a spread plan."""
     for max_tokens, work in ((5, None), (1000, 12), (3, 13), (1000, 1)):
-        world = World(monkeypatch, max_wave_tokens=max_tokens)
+        world = World(monkeypatch, max_chunk_tokens=max_tokens)
         plans = pair(RECIPES[name])
         told, seen = [], 0
-        for wave in world.prefill.compute(world.prefill.prepare(plans, work)):
+        for chunk in world.prefill.compute(world.prefill.prepare(plans, work)):
             at_once = max((len(tokens) for _, tokens, _ in world.contexts[seen:]), default=0)
             seen = len(world.contexts)
             assert at_once <= max_tokens
-            assert work is None or at_once <= 1 or wave <= work
-            told.append(wave)
+            assert work is None or at_once <= 1 or chunk <= work
+            told.append(chunk)
         scored = 0
         program = plans[0].recipe.program
         if isinstance(program, Boundary | Probed):  # attention of probes counts as work, too
@@ -359,7 +359,7 @@ def test_a_wave_is_no_larger_than_it_may_be(name: str, monkeypatch: pytest.Monke
 
 
 def test_seconds_are_those_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the copies, and of the waves without what happens between them."""
+    """Of the copies, and of the chunks without what happens between them."""
     now = 0.0
     monkeypatch.setattr(executor.time, "perf_counter", lambda: now)
     world = World(monkeypatch)
@@ -375,10 +375,10 @@ def test_seconds_are_those_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     world.spoil = passes(1)  # behind each of the layers that is run whole
     prepared = world.prefill.prepare(pair(RECIPES["fixed"]), 12)
     now += 1000
-    waves, count = world.prefill.compute(prepared), 0
+    chunks, count = world.prefill.compute(prepared), 0
     while True:
         try:
-            next(waves)
+            next(chunks)
         except StopIteration as end:
             report: PassReport = end.value
             break

@@ -22,9 +22,9 @@ from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.plan import Deviation, Gather
 from vllm_segreuse.prefill import programs, selection
 from vllm_segreuse.prefill.attention import Queries
+from vllm_segreuse.prefill.chunks import finish
 from vllm_segreuse.prefill.drift import PER_TOKENS, MovedValues
 from vllm_segreuse.prefill.layer_runner import LayerRunner
-from vllm_segreuse.prefill.waves import finish
 
 KINDS = pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 
@@ -79,7 +79,7 @@ def test_attention_is_paid_to_keys(kind: str) -> None:
     runner = LayerRunner(layers.stack, known, None, None)  # type: ignore[arg-type]
     batch = batch_of(plan(Deviation(1), [46, 47], 2))
     query = torch.randn(2, HEADS, CHANNELS)
-    runner.attention_paid(batch, 1, slice(0, 2), query, Gather.SUM)
+    runner.attention_scores(batch, 1, slice(0, 2), query, Gather.SUM)
     assert scales == [0.7 * 0.5]
 
 

@@ -28,21 +28,21 @@ def holding(**recipe: Any) -> ReusePlan:
 
 def test_the_model_is_given_numbers_where_any_prompt_has_images() -> None:
     text, pictured, third = plans()
-    numbers = Images([Image(7, 2, 1)]).numbers(pictured.start, pictured.stop + 1)
-    pictured = replace(pictured, numbers=numbers)
+    numbers = Images([Image(7, 2, 1)]).mrope_positions(pictured.start, pictured.stop + 1)
+    pictured = replace(pictured, mrope_positions=numbers)
     batch = Batch([text, pictured, third], SIZE, CPU)
     indices = batch.tokens.positions
     first, stop = batch.bounds[1:3]
-    assert batch.tokens.numbers is not None
-    for row, expected in zip(batch.tokens.numbers, numbers, strict=True):
+    assert batch.tokens.mrope_positions is not None
+    for row, expected in zip(batch.tokens.mrope_positions, numbers, strict=True):
         assert row[:first].tolist() == indices[:first].tolist()
         assert row[first:stop].tolist() == expected[: stop - first].tolist()
         assert row[stop:].tolist() == indices[stop:].tolist()
-    assert batch.tokens.numbers.dtype == torch.int64
+    assert batch.tokens.mrope_positions.dtype == torch.int64
     some = batch.tokens.take(Index.known(np.array([0, first + 1, first + 3]), CPU))
     assert (
         some.rotary_positions.tolist()
-        == batch.tokens.numbers[:, [0, first + 1, first + 3]].tolist()
+        == batch.tokens.mrope_positions[:, [0, first + 1, first + 3]].tolist()
     )
     # Slots, and what may be attended to, go by the index.
     assert some.positions.tolist() == indices[[0, first + 1, first + 3]].tolist()
@@ -50,7 +50,7 @@ def test_the_model_is_given_numbers_where_any_prompt_has_images() -> None:
 
 def test_prompts_of_text_have_one_row() -> None:
     tokens = Batch(plans(), SIZE, CPU).tokens
-    assert tokens.numbers is None
+    assert tokens.mrope_positions is None
     assert tokens.rotary_positions is tokens.positions
 
 

@@ -166,11 +166,11 @@ def test_no_more_are_decoded_at_once_than_have_room(
     whole = attention.PassAttention(builder, _known())
     found = list(whole.parts(one_by_one, 15))
     assert [part.stop - part.start for part, _ in found] == [6, 6, 3, 6, 6, 3, 6, 4]
-    joined = torch.cat([wave.positions for _, wave in found])
+    joined = torch.cat([chunk.positions for _, chunk in found])
     assert torch.equal(joined, one_by_one.positions)
-    for part, wave in found:
-        assert torch.equal(one_by_one.positions[part], wave.positions)
-    assert [len(wave) for _, wave in whole.parts(run, 50)] == [50, 30]
+    for part, chunk in found:
+        assert torch.equal(one_by_one.positions[part], chunk.positions)
+    assert [len(chunk) for _, chunk in whole.parts(run, 50)] == [50, 30]
 
 
 def _known() -> Any:

@@ -58,18 +58,18 @@ def dense_layers_of(recipe: dict[str, Any]) -> int:
     return recipe.get("program", FIXED).dense_layers
 
 
-def carried_out(world: World, plans: list[ReusePlan], wave_work: int | None = None):
+def carried_out(world: World, plans: list[ReusePlan], chunk_work: int | None = None):
     """Run plans of one program.
 
     Returns:
         What was yielded, and the active positions of each plan.
     """
-    batch = Batch(plans, SIZE, CPU, wave_work)
-    waves, work = programs.run(world.layers, batch), []
+    batch = Batch(plans, SIZE, CPU, chunk_work)
+    chunks, work = programs.run(world.layers, batch), []
     with torch.inference_mode():
         while True:
             try:
-                work.append(next(waves))
+                work.append(next(chunks))
             except StopIteration as end:
                 active, _ = end.value
                 break
@@ -128,14 +128,14 @@ def test_the_last_queries_of_each_plan_are_its_own(monkeypatch: pytest.MonkeyPat
 
     def paid(first: int, stop: int, last: int | None = None) -> torch.Tensor:
         part = slice(first, stop)
-        return world.layers.attention_paid(batch, 1, part, queries[part], last=last)
+        return world.layers.attention_scores(batch, 1, part, queries[part], last=last)
 
     assert batch.counts(batch.probes) == [6, 4, 2]
     expected = paid(3, 6) + paid(7, 10) + paid(10, 12)
     torch.testing.assert_close(paid(0, 12, last=3), expected)
     assert asked[-3:] == [3, 3, 2]
-    in_waves = paid(0, 2, last=3) + paid(2, 8, last=3) + paid(8, 12, last=3)
-    torch.testing.assert_close(in_waves, expected)
+    in_chunks = paid(0, 2, last=3) + paid(2, 8, last=3) + paid(8, 12, last=3)
+    torch.testing.assert_close(in_chunks, expected)
 
 
 @pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])
@@ -181,8 +181,8 @@ def test_layers_without_a_kernel_attend_in_rows_beside_others(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_waves_of_few_tokens_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(World(monkeypatch, max_wave_tokens=7), name)
+def test_chunks_of_few_tokens_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(World(monkeypatch, max_chunk_tokens=7), name)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -194,13 +194,13 @@ def test_a_compiled_model_gives_the_same(name: str, monkeypatch: pytest.MonkeyPa
     assert world.contexts[-1][2].compiled == whole, "only whole models are compiled"
 
 
-@pytest.mark.parametrize("most", [7, 1000], ids=["waves", "at once"])
+@pytest.mark.parametrize("most", [7, 1000], ids=["chunks", "at once"])
 @pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_pass_by_cuda_graphs_gives_the_same(
     name: str, scattered: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(monkeypatch, scattered, max_wave_tokens=most)
+    world = World(monkeypatch, scattered, max_chunk_tokens=most)
     world.capture(4, 8, 16)
     check(world, name)
     assert world.captured is not None

@@ -16,7 +16,7 @@ from tests.prefill import loaded as small
 from vllm_segreuse.config import memory
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan, Segments
 from vllm_segreuse.policies import POLICIES, Situation
-from vllm_segreuse.prefill.waves import finish
+from vllm_segreuse.prefill.chunks import finish
 
 TOKENS, CHUNK, LAYERS = 2048, 128, 10
 
@@ -49,7 +49,7 @@ class Subject:
         transfer = SimpleNamespace(kv_connector_extra_config={})
         patch.setattr(self.vllm_config, "kv_transfer_config", transfer)
         layers = self.prefill.runner
-        layers.settings = layers.settings._replace(max_wave_tokens=CHUNK)
+        layers.settings = layers.settings._replace(max_chunk_tokens=CHUNK)
         patch.setattr(model.vllm_config.scheduler_config, "max_num_batched_tokens", CHUNK)
         self.token_ids = np.random.default_rng(0).integers(1, 128, TOKENS).astype(np.int32)
         blocks = np.arange(1, 1 + 2 * TOKENS // small.BLOCK_SIZE, dtype=np.int32)

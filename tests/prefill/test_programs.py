@@ -32,9 +32,9 @@ from vllm_segreuse.plan import (
 )
 from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks, finish
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.tokens import Index
-from vllm_segreuse.prefill.waves import Waves, finish
 
 SIZE, HEADS, CHANNELS, LAYERS = 16, 2, 8, 3
 TOKENS = 48
@@ -110,7 +110,7 @@ class Known:
     def __len__(self) -> int:
         return LAYERS
 
-    def run(self, first: int, last: int, tokens, state, batch, queries=None) -> Waves[LayerState]:
+    def run(self, first: int, last: int, tokens, state, batch, queries=None) -> Chunks[LayerState]:
         self.ran.append((first, last, tokens.slots.tolist()))
         if queries is not None:  # a query tells whose it is
             rows = tokens.slots.float()[:, None, None].expand(-1, HEADS, CHANNELS)
@@ -120,7 +120,7 @@ class Known:
         yield len(tokens) * (last - first)
         return LayerState(torch.zeros(len(tokens), 4), None)
 
-    def all_layers(self, tokens, batch) -> Waves[LayerState]:
+    def all_layers(self, tokens, batch) -> Chunks[LayerState]:
         return (yield from self.run(0, LAYERS, tokens, None, batch))
 
     def keep(self, state: LayerState, index: torch.Tensor) -> LayerState:
@@ -128,21 +128,21 @@ class Known:
 
     def up_to_choice(
         self, wanted, computed, last, queries, batch
-    ) -> Waves[tuple[Index, LayerState]]:
+    ) -> Chunks[tuple[Index, LayerState]]:
         yield from self.run(0, last + 1, batch.tokens.take(computed), None, batch, queries)
         others = computed.without(wanted)
         return others, LayerState(torch.zeros(len(others), 4), None)
 
     def keys_and_values(self, *_: object) -> Iterator[tuple[slice, Any]]:
-        for part in (slice(0, 20), slice(20, len(self.computed[0]))):  # two waves
+        for part in (slice(0, 20), slice(20, len(self.computed[0]))):  # two chunks
             yield part, [each[part] for each in self.computed]
 
-    def attention_paid(
+    def attention_scores(
         self, batch, layer, part, queries, gather=Gather.SUM, last=None
     ) -> torch.Tensor:
         probed = batch.probes.device[part]
         assert len(probed) == len(queries)
-        if last is not None:  # of the only plan, in one wave
+        if last is not None:  # of the only plan, in one chunk
             probed = probed[max(0, len(probed) - last) :]
         self.scored.append((layer, probed.tolist()))
         mass = torch.zeros(len(batch.tokens))
@@ -212,7 +212,7 @@ def test_sparsex_asks_with_the_queries_of_the_probes() -> None:
         given.append((part, queries[:, 0, 0].tolist()))
         return torch.zeros(len(batch.tokens))
 
-    layers.attention_paid = paid  # type: ignore[method-assign]
+    layers.attention_scores = paid  # type: ignore[method-assign]
     for dense_layers in (0, 1):
         plans = (
             plan(Boundary(dense_layers), [3, 47], 1, first, probes)
@@ -254,9 +254,9 @@ def test_sums_are_over_layers_and_peaks_are_not() -> None:
 
     def paid(batch, layer, part, queries, gather):
         layers.attention = by_layer[layer]
-        return Known.attention_paid(layers, batch, layer, part, queries, gather)
+        return Known.attention_scores(layers, batch, layer, part, queries, gather)
 
-    layers.attention_paid = paid  # type: ignore[method-assign]
+    layers.attention_scores = paid  # type: ignore[method-assign]
     for program, top_k, chosen in (
         (SUM, 3, [5, 6, 8]),
         (MAX, 2, [5, 6]),
@@ -315,7 +315,7 @@ def test_the_program_of_a_batch_runs_with_what_it_was_given(
 ) -> None:
     given = []
 
-    def run(program: Program, *_: Any) -> Waves[str]:
+    def run(program: Program, *_: Any) -> Chunks[str]:
         given.append(program)
         yield 3
         return "computed"
@@ -395,12 +395,12 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
     probed = batch.probes.device
     assert probed.tolist() == [2, 3, 10, 11, 17, 26]
     queries = torch.randn(len(probed), heads, channels)
-    paid = layers.attention_paid(batch, layer, slice(0, 6), queries, gather)
-    waves = [
-        layers.attention_paid(batch, layer, part, queries[part], gather)
+    paid = layers.attention_scores(batch, layer, slice(0, 6), queries, gather)
+    chunks = [
+        layers.attention_scores(batch, layer, part, queries[part], gather)
         for part in (slice(0, 3), slice(3, 5), slice(5, 6))  # of one plan, of two, of the last
     ]
-    together = torch.stack(waves)
+    together = torch.stack(chunks)
     torch.testing.assert_close(together.amax(0) if gather is Gather.MAX else together.sum(0), paid)
 
     expected = []

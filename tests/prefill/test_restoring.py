@@ -15,9 +15,9 @@ from tests.prefill.tiny import SIZE, World
 from vllm_segreuse.plan import IntArray, Pieces, PlanOutcome, Recipe, Restoration, ReusePlan, Tier
 from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.align import block_copies
+from vllm_segreuse.prefill.chunks import finish
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.mover import LoadedRows
-from vllm_segreuse.prefill.waves import finish
 
 SOURCES = (80, 82)
 """What the first two blocks of a plan are restored from."""

@@ -25,8 +25,8 @@ from vllm_segreuse.plan import (
     second_round,
     staged,
 )
+from vllm_segreuse.prefill.chunks import finish
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.prefill.waves import finish
 
 Patch = pytest.MonkeyPatch
 CUTS = tuple(range(LAYERS))
@@ -99,13 +99,13 @@ def test_states_of_the_same_context_give_the_full_result(cut: int, monkeypatch: 
     assert {layer for layer, _ in world.written} == set(range(cut, LAYERS)), "none below is run"
 
 
-@pytest.mark.parametrize("max_wave_tokens", [1000, 7])
+@pytest.mark.parametrize("max_chunk_tokens", [1000, 7])
 @pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])
 def test_a_pass_does_what_the_loop_does(
-    scattered: bool, max_wave_tokens: int, monkeypatch: Patch
+    scattered: bool, max_chunk_tokens: int, monkeypatch: Patch
 ) -> None:
     """Behind other text, at several cuts, beside tokens that are moved, and halos."""
-    world = World(monkeypatch, scattered, max_wave_tokens, cuts=(1, 2, 3))
+    world = World(monkeypatch, scattered, max_chunk_tokens, cuts=(1, 2, 3))
     decoder = TinyDecoder(world)
     donor = computed(world)
     enters = np.repeat([1, -1, 3, 2, 3, 1], COUNT // 6)
@@ -249,9 +249,9 @@ def test_pieces_say_where_their_tokens_enter() -> None:
     assert found.tolist() == [-1, -1, -1, -1, 4, 4, 4, 2, -1]
 
 
-@pytest.mark.parametrize("wave_work", [None, 40])
+@pytest.mark.parametrize("chunk_work", [None, 40])
 def test_a_rejected_segment_is_computed_in_full_though_its_tokens_entered(
-    wave_work: int | None, monkeypatch: Patch
+    chunk_work: int | None, monkeypatch: Patch
 ) -> None:
     """The acceptance test: as full prefill, all of it, at all layers."""
     world = World(monkeypatch, cuts=(2,))
@@ -261,7 +261,7 @@ def test_a_rejected_segment_is_computed_in_full_though_its_tokens_entered(
     plan = checked(plan, Check(first, stop, halo_tokens=3, max_drift=0.0))
     plan.reports = True
     [outcome] = finish(
-        world.prefill.compute(world.prefill.prepare([plan], wave_work))
+        world.prefill.compute(world.prefill.prepare([plan], chunk_work))
     ).outcomes.values()
     assert outcome.acceptance is not None
     assert outcome.computed == 8, "those that entered do not count"

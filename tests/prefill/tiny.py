@@ -215,7 +215,7 @@ class World:
 
     Args:
         scattered: whether scattered queries have a kernel; else all of them attend in rows.
-        max_wave_tokens: see `LayerRunner`.
+        max_chunk_tokens: see `LayerRunner`.
         windows: of each layer; 0: none.
         in_rows: layers whose scattered queries have no kernel, whatever the others have.
         lora_manager: vLLM's, where LoRA is enabled.
@@ -235,7 +235,7 @@ class World:
         self,
         patch: pytest.MonkeyPatch,
         scattered: bool = True,
-        max_wave_tokens: int = 1000,
+        max_chunk_tokens: int = 1000,
         windows: tuple[int, ...] = (0,) * LAYERS,
         in_rows: tuple[int, ...] = (),
         lora_manager: Any = None,
@@ -279,7 +279,7 @@ class World:
         self._settings = PassSettings(
             SimpleNamespace(preferred=nullcontext),  # type: ignore[arg-type]
             Adapters(SimpleNamespace(lora_manager=lora_manager)),
-            max_wave_tokens,
+            max_chunk_tokens,
         )
         self._states = None
         if cuts:

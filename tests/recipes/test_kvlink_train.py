@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from recipes.kvlink import folder, plot, train
 from tests.recipes.lab_folder import MODEL, TEMPLATE, line
-from vllm_segreuse.features.trained.documents.layout import Names
+from vllm_segreuse.model.documents.layout import Names
 
 needs_accelerate = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None,

@@ -17,9 +17,9 @@ import vllm_segreuse
 from tests.serve.vllm_app import MESSAGES, make_app
 from vllm_segreuse.compat import async_llm, input_processor
 from vllm_segreuse.engine.kv_slots import KvSlots
-from vllm_segreuse.features.trained.documents.anchors import AnchorNames, Anchors
-from vllm_segreuse.features.trained.documents.layout import Layout, Names, blocks_needed
 from vllm_segreuse.features.viewer.recent import watched
+from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
+from vllm_segreuse.model.documents.layout import Layout, Names, blocks_needed
 from vllm_segreuse.options.parsing import FREEZE, RequestError
 from vllm_segreuse.serve.documents import PromptRules, check_body, expected
 from vllm_segreuse.serve.requests import check_params, check_prompt

@@ -61,10 +61,10 @@ class Faults:
             self._wrap(parts_of(side).feature["similar"].similar.store, "slots", "search")
             self._wrap(parts_of(side).feature["similar"].similar.store, "inserted", "listed")
         if parts_of(side).tier is not None:
-            self._wrap(parts_of(side).tier._catalogue, "see", "see", before=False)
-            self._wrap(parts_of(side).tier._manager, "prepare_store", "store", before=False)
-            self._wrap(parts_of(side).tier._manager, "complete_store", "stored")
-            self._wrap(parts_of(side).tier._manager, "prepare_load", "load")
+            self._wrap(parts_of(side).tier.catalogue, "see", "see", before=False)
+            self._wrap(parts_of(side).tier.manager, "prepare_store", "store", before=False)
+            self._wrap(parts_of(side).tier.manager, "complete_store", "stored")
+            self._wrap(parts_of(side).tier.manager, "prepare_load", "load")
         allocate = world.manager.allocate_slots
 
         def refusing(*args: Any, **kwargs: Any) -> Any:

@@ -97,10 +97,10 @@ def _held_by_tier(world: World) -> int:
     tier = parts_of(world.side).tier
     if tier is None:
         return 0
-    held = tier._catalogue.held.counts()
-    if not tier._health.broken:  # after an error, those that are left are held until a reset
-        seen = [record.last_seen for record in tier._catalogue if record.last_seen is not None]
-        wanted = Counter(n for found in [*tier._evicted, *seen] for n in found.namespaces)
+    held = tier.catalogue.held.counts()
+    if not tier.health.broken:  # after an error, those that are left are held until a reset
+        seen = [record.last_seen for record in tier.catalogue if record.last_seen is not None]
+        wanted = Counter(n for found in [*tier.waiting, *seen] for n in found.namespaces)
         assert held == wanted, f"the tier holds namespaces {held}, and needs {wanted}"
     return held.total()
 
@@ -177,17 +177,17 @@ def _check_rows(world: World) -> None:
     )
     if tier is None or not tier.is_open:
         return
-    chunks = tier._manager.primary_tier._policy.chunks
-    for record in tier._catalogue:
+    chunks = tier.rows.chunks
+    for record in tier.catalogue:
         if not (record.in_host and record.shown):
             continue
         row = chunks[record.key].chunk_id
         held = {name: tags[row * size : (row + 1) * size] for name, tags in rows.tags.items()}
-        assert held["token"].tolist() == record.tokens.tolist(), f"row {row}: other tokens"
-        positions = range(record.position, record.position + size)
+        assert held["token"].tolist() == record.about.tokens.tolist(), f"row {row}: other tokens"
+        positions = range(record.about.position, record.about.position + size)
         assert held["position"].tolist() == [*positions], f"row {row}: other positions"
-        assert held["depth"].max() <= record.depth, f"row {row}: deeper"
-        assert record.depth or (held["history"] != APPROXIMATE).all(), f"row {row}: not exact"
+        assert held["depth"].max() <= record.about.depth, f"row {row}: deeper"
+        assert record.about.depth or (held["history"] != APPROXIMATE).all(), f"row {row}: not exact"
 
 
 def _check_windows(world: World) -> None:

@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from tests.parts import parts_of
 from vllm_segreuse.features.trained.cold_documents import PREFIX
-from vllm_segreuse.features.trained.documents.layout import Layout
+from vllm_segreuse.model.documents.layout import Layout
 
 if TYPE_CHECKING:
     from tests.stateful.worker import Running, Worker

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With speculative decoding vLLM asks for more slots than a request has tokens."""
+"""With speculative decoding vLLM asks for more slots than a request has tokens, and computes tokens
+that no answer has."""
 
 import json
 import os
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.outputs import DraftTokenIds
 
 import vllm_segreuse
 from bench.shapes import SUPPORTED
@@ -95,3 +97,32 @@ def test_nobody_waits_for_blocks_that_its_own_donors_hold(
         assert 0 < reused < len(DOCUMENT), "as much as there is room for"
     if num_blocks == FITS + 3:
         assert reused == len(DOCUMENT)
+
+
+@pytest.mark.parametrize("keys", [None, OPTIONS])
+@pytest.mark.parametrize("part", [[41, 14, 13, 53, 40, 40], [41, 14], [41]])
+def test_a_session_goes_on_behind_what_its_answer_keeps(
+    part: list[int], keys: dict[str, Any] | None, vllm_config: Any
+) -> None:
+    """Three drafts are accepted, and the answer ends with the first of them: the next part begins
+    where the KV of the others is."""
+    engine = ModellessEngine(vllm_config, 20, SIZE)
+    prompt = [*range(10, 26), 10]
+
+    def send(tokens: list[int]) -> None:
+        params = SamplingParams(max_tokens=2, extra_args=keys)
+        engine.add("session", list(tokens), params, resumable=True)
+
+    def run(sampled: list[int]) -> Any:
+        step = engine.scheduler.schedule()
+        engine.scheduler.update_from_output(step, step_output({"session": sampled}))
+        return step
+
+    send(prompt)
+    run([2])
+    engine.scheduler.update_draft_token_ids(DraftTokenIds(["session"], [[4, 4, 3]]))
+    assert run([4, 4, 3, 5]).scheduled_spec_decode_tokens == {"session": [4, 4, 3]}
+    send(part)
+    (new,) = run([5]).scheduled_new_reqs
+    assert new.prompt_token_ids == [*prompt, 2, *part]
+    assert new.num_computed_tokens == len(prompt) + 1, "only the 2 was computed in its place"

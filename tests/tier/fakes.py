@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A region, a file tier and a pool of blocks that only remember what they hold."""
+"""A region and a store of files that only remember what they hold."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    Medium,
-    OffloadingEvent,
-    OffloadKey,
-    ReqContext,
-    RequestOffloadingContext,
-)
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from segreuse_store import JobResult, StoreEvent
 
 ROW_BYTES = 16
 
@@ -45,34 +38,41 @@ class Region:
         pass
 
 
-class Files(SecondaryTierManager):
-    """Transfers end when `work` is called, and may fail.
+class Transfer(NamedTuple):
+    """A job under way; `loads`: it fills rows."""
+
+    job_id: int
+    keys: list[bytes]
+    rows: list[int]
+    loads: bool
+
+
+class Files:
+    """In place of a `FileStore`. Transfers end when `work` is called, and may fail.
 
     Attributes:
         content: what each key was stored with: the contents of its row on each rank.
         rows: of the host region, by rank: what they hold.
     """
 
-    medium = Medium.STORAGE
-
     def __init__(self, region: Region, rows: list[dict[int, Any]], most: int = 10**6) -> None:
-        super().__init__(None, region.create_kv_memoryview(), "fake files")  # type: ignore[arg-type]
-        self.content: dict[OffloadKey, list[Any]] = {}
+        self.content: dict[bytes, list[Any]] = {}
         self.memory = region.memory
         self.rows = rows
         self.num_slots = most
         self.hidden = False
-        self.jobs: list[TransferJob] = []
+        self.jobs: list[Transfer] = []
         self._results: list[JobResult] = []
-        self._events: list[OffloadingEvent] = []
+        self._events: list[StoreEvent] = []
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return LookupResult.HIT if self.has(key) else LookupResult.MISS
+    def lookup(self, key: bytes) -> bool:
+        return key in self.content and not self.hidden
 
-    def submit_store(self, job_metadata: TransferJob) -> None:
-        self.jobs.append(job_metadata)
+    def submit_store(self, job_id: int, keys: Iterable[bytes], rows: Iterable[int]) -> None:
+        self.jobs.append(Transfer(job_id, [*keys], [*rows], loads=False))
 
-    submit_load = submit_store
+    def submit_load(self, job_id: int, keys: Iterable[bytes], rows: Iterable[int]) -> None:
+        self.jobs.append(Transfer(job_id, [*keys], [*rows], loads=True))
 
     def work(self, fails: bool = False) -> None:
         """The oldest transfer ends."""
@@ -80,13 +80,13 @@ class Files(SecondaryTierManager):
             return
         job = self.jobs.pop(0)
         done = []
-        for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True):
-            if job.is_promotion and key in self.content and not fails:
+        for key, row in zip(job.keys, job.rows, strict=True):
+            if job.loads and key in self.content and not fails:
                 for rank, held in enumerate(self.content[key]):
                     self.rows[rank][row] = held
                     self.memory[row, rank] = mark(held)
                 done.append(key)
-            elif job.is_promotion:
+            elif job.loads:
                 for held in self.rows:
                     held[row] = None
                 self.memory[row] = -1  # written by half
@@ -95,17 +95,17 @@ class Files(SecondaryTierManager):
                 self._event([key], removed=False)
         while len(self.content) > self.num_slots:
             self.lose(next(iter(self.content)))
-        success = not fails if not job.is_promotion else len(done) == len(job.keys)
-        self._results.append(JobResult(job.job_id, success, done if job.is_promotion else None))
-
-    def has(self, key: bytes) -> bool:
-        return key in self.content and not self.hidden
+        success = len(done) == len(job.keys) if job.loads else not fails
+        self._results.append(JobResult(job.job_id, success, done, 0.0))
 
     def take_counts(self) -> Counter[str]:
         return Counter()
 
-    def records_in(self, namespace: bytes) -> Iterable[Any]:
+    def claim(self, label: bytes) -> Iterable[Any]:
         return ()
+
+    def digest(self, label: bytes) -> bytes:
+        return label[:16].rjust(16)
 
     def records(self) -> Iterable[Any]:
         return ()
@@ -121,7 +121,7 @@ class Files(SecondaryTierManager):
     def erase(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             if key in self.content:
-                self.lose(OffloadKey(key))
+                self.lose(key)
 
     def hide(self) -> None:
         self.hidden = True
@@ -129,27 +129,27 @@ class Files(SecondaryTierManager):
     def reveal(self) -> None:
         self.hidden = False
 
-    def lose(self, key: OffloadKey) -> None:
+    def lose(self, key: bytes) -> None:
         """A file is gone."""
         del self.content[key]
         self._event([key], removed=True)
 
-    def _event(self, keys: list[OffloadKey], removed: bool) -> None:
-        self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed))
+    def _event(self, keys: list[bytes], removed: bool) -> None:
+        self._events.append(StoreEvent(keys, removed))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         taken, self._results = self._results, []
         return taken
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> Iterable[StoreEvent]:
         taken, self._events = self._events, []
         return taken
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def touch(self, keys: Iterable[bytes]) -> None:
         pass
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
+    def has_pending_work(self) -> bool:
+        return False
 
     def drain_jobs(self) -> None:
         while self.jobs:

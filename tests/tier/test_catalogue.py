@@ -11,8 +11,9 @@ import pytest
 from tests.tier.world import SIZE, World
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache.namespace import namespace_key
+from vllm_segreuse.features.tier.catalogue import MAX_TOLD
+from vllm_segreuse.features.tier.record import About, Seen
 from vllm_segreuse.plan import Tier
-from vllm_segreuse.tier.catalogue import MAX_TOLD, Seen
 
 DOCUMENT = [*range(100, 112)]
 
@@ -79,12 +80,14 @@ def test_records_are_removed_with_their_families() -> None:
         world.step()
         world.check_idle()
     assert len(world.catalogue) == 3
-    assert len(world.catalogue._children) == 2
+    parents = [record.about.parent for record in world.catalogue]
+    assert sorted(map(bool, parents)) == [False, True, True]
+    world.catalogue.check_integrity()
 
 
 def test_what_the_index_has_no_room_for_is_not_found() -> None:
     world = World(rows=2)
-    world.catalogue._next = world.index.num_blocks - 1
+    world.catalogue.end_entry = world.num_blocks + 1
     blocks = world.compute(DOCUMENT[:8])
     world.step()
     world.evict(blocks)
@@ -111,7 +114,7 @@ def names(*keys: str) -> list[bytes]:
 def test_a_record_that_is_shown_late_is_shown_to_its_own_namespaces() -> None:
     """An id that nobody held would have been given to another namespace by then."""
     world = World(rows=4)
-    world.catalogue._next = world.index.num_blocks
+    world.catalogue.end_entry = world.num_blocks
     owner, second, stranger = names("owner", "second", "stranger")
     for key in (owner, second):
         blocks = world.compute(DOCUMENT[:SIZE], key=key)
@@ -121,7 +124,7 @@ def test_a_record_that_is_shown_late_is_shown_to_its_own_namespaces() -> None:
     [record] = world.catalogue
     assert not record.shown
     world.namespaces.intern(stranger)
-    world.catalogue._next = world.num_blocks
+    world.catalogue.end_entry = world.index.num_blocks
     world.catalogue.show([record])
     found = [world.match(DOCUMENT, key).num_tokens for key in (owner, second, stranger)]
     assert found == [SIZE, SIZE, 0]
@@ -134,7 +137,7 @@ def test_files_are_told_of_namespaces_that_are_in_use_only(is_late: bool) -> Non
     """Of many that know a record, the latest."""
     world = World(rows=4)
     if is_late:
-        world.catalogue._next = world.index.num_blocks
+        world.catalogue.end_entry = world.num_blocks
     keys = names(*map(str, range(MAX_TOLD + 2)))
     for key in keys:
         blocks = world.compute(DOCUMENT[:SIZE], key=key)
@@ -143,13 +146,13 @@ def test_files_are_told_of_namespaces_that_are_in_use_only(is_late: bool) -> Non
         world.step()
     [record] = world.catalogue
     if is_late:
-        world.catalogue._next = world.num_blocks
+        world.catalogue.end_entry = world.index.num_blocks
         world.catalogue.show([record])
-    told = world.catalogue.describe(record.key)
+    told = world.catalogue.told(record)
     assert told is not None
-    assert len(told.namespaces) == MAX_TOLD
-    assert {*told.namespaces} <= {*keys}
-    assert keys[-1] in told.namespaces
+    assert len(told) == MAX_TOLD
+    assert {*told} <= {*keys}
+    assert keys[-1] in told
     assert [world.match(DOCUMENT, key).num_tokens for key in keys] == [SIZE] * len(keys)
     world.check_idle()
 
@@ -196,7 +199,7 @@ def test_all_who_know_a_block_know_its_record(order: tuple[int, ...]) -> None:
         assert world.match(DOCUMENT, key).num_tokens == len(DOCUMENT)
     assert world.match(DOCUMENT, half).num_tokens == 2 * SIZE
     world.check_idle()
-    assert not world.index.known._detached
+    assert not world.index.known.num_detached
 
 
 def test_who_gets_the_id_of_a_namespace_gets_nothing_else_of_it(monkeypatch) -> None:
@@ -209,7 +212,7 @@ def test_who_gets_the_id_of_a_namespace_gets_nothing_else_of_it(monkeypatch) -> 
     world.evict(blocks)
     world.step()
     records = [*world.catalogue]
-    assert all(gone in world.catalogue.describe(record.key).namespaces for record in records)
+    assert all(gone in world.catalogue.told(record) for record in records)
     namespace = world.namespaces.find(gone)
     monkeypatch.setattr(index_module, "MAX_KNOWN_PREFIXES", 1)
     more = world.compute([*range(500, 508)], key=first)
@@ -218,10 +221,8 @@ def test_who_gets_the_id_of_a_namespace_gets_nothing_else_of_it(monkeypatch) -> 
     assert namespace in held
     for record in records:
         world.catalogue.adopt(record, ())
-        world.catalogue.see_again(
-            record, Seen(-1, 0, record.key, record.tokens, 0, 0, (), None, -1, ())
-        )
-        assert world.catalogue.describe(record.key).namespaces == (first,)
+        world.catalogue.see_again(record, Seen(record.key, About(record.about.tokens, 0, 0, None)))
+        assert world.catalogue.told(record) == [first]
     for key in (*names("1", "2", "3"), stranger):
         assert world.match(DOCUMENT, key).num_tokens == 0
 
@@ -236,7 +237,7 @@ def test_what_is_not_stored_is_known_to_nobody() -> None:
     world.evict(blocks)
     world.step(fails=True)
     assert [world.match(DOCUMENT, key).num_tokens for key in keys] == [0] * len(keys)
-    assert not world.index.known._detached
+    assert not world.index.known.num_detached
     world.check_idle()
     for key in keys:
         namespace = world.namespaces.intern(key)

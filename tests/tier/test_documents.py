@@ -9,8 +9,9 @@ import pytest
 from tests.tier.test_store import DOCUMENT, OTHER, stored
 from tests.tier.world import SIZE, World
 from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.features.tier.deleted import Deleted
+from vllm_segreuse.features.tier.record import unpacked
 from vllm_segreuse.plan import Tier
-from vllm_segreuse.tier.deleted import Deleted
 
 
 def kept(world: World, tokens: list[int] = DOCUMENT, name: str = "doc") -> list[int]:
@@ -25,7 +26,7 @@ def in_tier(world: World, tokens: list[int]) -> int:
     """Records of a document that can be read."""
     parts = {tuple(tokens[i : i + SIZE]) for i in range(0, len(tokens), SIZE)}
     readable = [record for record in world.catalogue if record.in_host or record.on_disk]
-    return sum(tuple(record.tokens.tolist()) in parts for record in readable)
+    return sum(tuple(record.about.tokens.tolist()) in parts for record in readable)
 
 
 def on_disk(world: World, tokens: list[int]) -> list[int]:
@@ -177,13 +178,13 @@ def test_nothing_is_held_after_a_reset() -> None:
 
 
 def test_files_know_which_records_are_durable() -> None:
-    world = World(rows=6)
+    world = World(rows=6, files=True)
     stored(world, OTHER)
     kept(world)
     world.step()
     described = [world.tier.describe(record.key) for record in world.catalogue]
     assert len(described) == 6
-    durable = {tuple(r.tokens.tolist()) for r in described if r is not None and r.durable}
+    durable = {tuple(unpacked(it.about).tokens.tolist()) for it in described if it and it.durable}
     assert durable == {tuple(DOCUMENT[i : i + 4]) for i in (0, 4, 8)}
     assert world.tier.describe(b"unknown") is None
 
@@ -349,7 +350,7 @@ def test_a_copy_that_is_computed_after_the_deletion_is_stored_beside_an_old_one(
 
 
 def closed_by_an_error(world: World) -> None:
-    with world.tier._health.contained("a test"):
+    with world.tier.health.contained("a test"):
         raise RuntimeError("closed")
     assert not world.tier.is_open
 
@@ -417,7 +418,7 @@ def test_what_waits_to_be_stored_is_not_if_it_is_deleted_after_an_error() -> Non
     world.evict(kept(world))
     closed_by_an_error(world)
     world.tier.documents.release(["doc"])
-    world.tier._health.recover()
+    world.tier.health.recover()
     assert world.end_step() is None
     world.work()
     assert in_tier(world, DOCUMENT) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file tier as vLLM's manager of tiers uses it, and as the options open it."""
+"""The store as vLLM's manager of tiers uses it, and as the options open it."""
 
 import uuid
 from collections.abc import Iterator
@@ -14,13 +14,20 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from tests.tier.records import FINGERPRINT, PAYLOAD_BYTES, key_of, payload_of, record
+from segreuse_store import FileStore, StoredRecord
+from tests.store.records import FINGERPRINT, PAYLOAD_BYTES, key_of, payload_of
 from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.tier.files import FileTier, open_files
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.tier.files import FileTier, open_file_tier
+from vllm_segreuse.features.tier.record import About, packed
 
 ROWS = 8
 NO_STEP = ScheduleEndContext((), ())
+
+
+def record(number: int) -> StoredRecord:
+    about = About(np.arange(number, number + 32, dtype=np.int32), 32 * number, 0, None)
+    return StoredRecord(key_of(number), packed(about, []))
 
 
 class Tiers:
@@ -33,11 +40,10 @@ class Tiers:
         self.primary = CPUPrimaryTierOffloadingManager(ROWS, region)
         view = self.primary.get_kv_memoryview()
         self.rows = np.asarray(view)
-        self.files = open_file_tier(
-            TierOptions(path=str(path), disk_gib=1),
-            *(view, FINGERPRINT, {key_of(n): record(n) for n in range(100)}.get),
-        )
-        self.manager = TieringOffloadingManager(self.primary, [self.files])
+        described = {key_of(n): record(n) for n in range(100)}
+        options = TierOptions(path=str(path), disk_gib=1)
+        self.files = open_files(options, view, FINGERPRINT, described.get)
+        self.manager = TieringOffloadingManager(self.primary, [FileTier(view, self.files)])
         self.contexts = 0
 
     def context(self) -> ReqContext:
@@ -118,10 +124,10 @@ def test_files_outlive_the_reset_of_host_memory(tiers: Tiers) -> None:
     assert tiers.load(1) == payload_of(1)
 
 
-def opened(path: str, **options: object) -> FileTier:
+def opened(path: str, **options: object) -> FileStore:
     view = memoryview(np.zeros((ROWS, PAYLOAD_BYTES), dtype=np.int8))
     described = TierOptions(path=path, disk_gib=1, **options)  # type: ignore[arg-type]
-    return open_file_tier(described, view, FINGERPRINT, lambda key: None)
+    return open_files(described, view, FINGERPRINT, lambda key: None)
 
 
 def test_keys_are_read_from_the_file_or_the_environment(
@@ -133,7 +139,7 @@ def test_keys_are_read_from_the_file_or_the_environment(
     of_the_environment = opened(str(tmp_path))
     monkeypatch.delenv("SEGREUSE_TIER_KEY")
     plain = opened(str(tmp_path))
-    models = [tier._folder.path for tier in (of_the_file, of_the_environment, plain)]
+    models = [tier.folder.path for tier in (of_the_file, of_the_environment, plain)]
     assert models[0] == models[1] != models[2]
     for tier in (of_the_file, of_the_environment, plain):
         tier.shutdown()

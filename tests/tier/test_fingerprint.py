@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from bench.shapes import make_model
 from vllm_segreuse.engine.kv_group import KvGroup
-from vllm_segreuse.tier.fingerprint import (
+from vllm_segreuse.features.tier.fingerprint import (
     UnknownWeightsError,
     UnsafeNamesError,
     digest_of,

@@ -3,16 +3,14 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import count
+from pathlib import Path
 
-import numpy as np
 import pytest
-from vllm.v1.kv_offload.tiering.base import TransferJob
 
+from segreuse_store import GroupJournal, GroupPart, StoredRecord
 from tests.cache.keeping import Journal
+from vllm_segreuse.features.tier.keeping import Keeping
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.tier.catalogue import StoredRecord
-from vllm_segreuse.tier.journal import EntryPart
-from vllm_segreuse.tier.keeping import Keeping
 
 
 class Rows:
@@ -39,20 +37,19 @@ class Files:
     def __init__(self) -> None:
         self.durable: dict[bytes, bool] = {}
 
-    def has(self, key: bytes) -> bool:
+    def lookup(self, key: bytes) -> bool:
         return key in self.durable
 
     def records(self) -> Iterable[StoredRecord]:
-        tokens = np.zeros(1, np.int32)
         for key, durable in self.durable.items():
-            yield StoredRecord(key, tokens, 0, 0, (), None, durable)
+            yield StoredRecord(key, b"", durable)
 
     needs_step = False
 
     def take_wanted(self) -> list[bytes]:
         return []
 
-    def submit_store(self, job_metadata: TransferJob) -> None:
+    def submit_store(self, job_id: int, keys: Iterable[bytes], rows: Iterable[int]) -> None:
         pass
 
     def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
@@ -66,12 +63,12 @@ class Files:
 class DocumentJournal(Journal):
     """Without a file."""
 
-    def at_start(self) -> list[EntryPart]:
-        return [EntryPart(entry, part, parts, [*keys]) for entry, part, parts, keys in self.read()]
+    def at_start(self) -> list[GroupPart]:
+        return [GroupPart(entry, part, parts, [*keys]) for entry, part, parts, keys in self.read()]
 
 
 def key(block: int) -> bytes:
-    return bytes([block])
+    return bytes([block]) * 32
 
 
 class World:
@@ -194,3 +191,27 @@ def test_an_error_ends_the_tier_and_nothing_else(world: World) -> None:
     world.keeping.keep("next", 0, 1, [2])
     assert world.health.broken
     assert world.keeping.held() == {}, "nothing is read from it any more"
+
+
+def test_documents_are_in_the_journal_as_they_are_held(world: World, tmp_path: Path) -> None:
+    def started() -> GroupJournal:
+        journal = GroupJournal(str(tmp_path / "journal.sqlite"), lambda task: task())
+        world.keeping = Keeping(world.rows, 10, world.health, lambda: 0.0, world.files, journal)
+        return journal
+
+    journal = started()
+    world.keeping.keep("doc", 0, 2, [1, 2])
+    world.keeping.keep("doc", 1, 2, [3])
+    world.keeping.keep("gone", 0, 1, [1])
+    world.keeping.keep("cut anew", 0, 1, [1])
+    world.keeping.keep("cut anew", 1, 2, [2])
+    world.stored(1, 2, 3)
+    world.keeping.release(["gone"])
+    journal.close()
+    journal = started()
+    assert world.keeping.held() == {"doc": "disk"}
+    journal.close()
+    assert GroupJournal(str(tmp_path / "journal.sqlite"), lambda task: task()).at_start() == [
+        GroupPart("doc", 0, 2, [key(1), key(2)]),
+        GroupPart("doc", 1, 2, [key(3)]),
+    ]

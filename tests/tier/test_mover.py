@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_segreuse.features.tier.staging import StagedMover
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.model.cells import StoredPage, views
 from vllm_segreuse.plan import IntArray
 from vllm_segreuse.prefill.mover import CopyBlocks, InPlace, Mover
-from vllm_segreuse.tier.staging import StagedMover
 
 BLOCKS, ROWS = 12, 30
 ELEMENTS = (24, 40, 24)
@@ -116,7 +116,7 @@ def test_on_a_cpu_rows_are_read_where_they_lie_and_nothing_is_left_to_wait_for()
 
 
 def log_of(subject: Any) -> list[str]:
-    log, subject._streams.log[:] = list(subject._streams.log), []
+    log, subject.streams.log[:] = list(subject.streams.log), []
     return log
 
 
@@ -165,7 +165,7 @@ def test_staging_holds_a_row_at_least_and_no_more_than_there_are() -> None:
     cells, _ = region(pages)
     for staging_bytes, slots in ((1, 1), (2 * 3 * CELL_BYTES, 3), (1 << 30, ROWS)):
         subject = StagedMover(copier(pages), stored_as(pages), CPU, cells, Streams(), staging_bytes)
-        assert [len(half.cells) for half in subject._halves] == [slots, slots]
+        assert [len(half) for half in subject.staging] == [slots, slots]
 
 
 def test_a_mover_that_is_closed_holds_nothing_of_the_region() -> None:

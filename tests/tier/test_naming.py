@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of records: equal for equal content, in every process; of approximate KV in none."""
 
-from vllm_segreuse.tier.naming import record_keys
+from vllm_segreuse.features.tier.naming import record_keys
 
 NAMES = {1: (b"hash", True), 2: (b"hash", False), 3: (b"other", True)}
 

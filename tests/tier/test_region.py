@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.tier import region as module
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.model.cells import StoredPage
-from vllm_segreuse.tier import region as module
-from vllm_segreuse.tier.region import (
+from vllm_segreuse.features.tier.region import (
     HostRegion,
     RegionShape,
     open_region,
@@ -27,6 +26,7 @@ from vllm_segreuse.tier.region import (
     region_name,
     region_shape,
 )
+from vllm_segreuse.model.cells import StoredPage
 
 SHAPE = RegionShape(rows=20, cell_bytes=8192, ranks=2)
 

@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
+from segreuse_store import FileStore, record_bytes
+from segreuse_store.disk import Disk
+from segreuse_store.file_store import PAUSES_S
 from tests.parts import parts_of
+from tests.store.records import Hang, raises
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT
 from tests.tier.fakes import ROW_BYTES, Region
-from tests.tier.records import Hang, raises
 from tests.tier.test_scheduler_side import Tiered
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.knowledge.kept import Place
 from vllm_segreuse.features.tier import start
+from vllm_segreuse.features.tier.files import MIN_RECORDS, open_files
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.tier.disk import Disk
-from vllm_segreuse.tier.files import MIN_RECORDS, PAUSES_S, FileTier, open_file_tier
-from vllm_segreuse.tier.format import record_bytes
 
 OTHER = OPTIONS | {"extra_keys": "others"}
 
@@ -198,9 +199,9 @@ def test_a_budget_of_few_records_is_refused_and_nothing_is_removed(tmp_path: Pat
     needed_gib = MIN_RECORDS * record_bytes(view.strides[0]) / 2**30
     path = str(tmp_path / "tier")
     with pytest.raises(RefusedError, match=r"tier\.disk_gib is .*, which holds 15 records of"):
-        open_file_tier(TierOptions(path=path, disk_gib=needed_gib - 2**-30), *known)
+        open_files(TierOptions(path=path, disk_gib=needed_gib - 2**-30), *known)
     assert not os.path.exists(path)
-    tier = open_file_tier(TierOptions(path=path, disk_gib=needed_gib), *known)
+    tier = open_files(TierOptions(path=path, disk_gib=needed_gib), *known)
     assert tier.num_slots == MIN_RECORDS
     tier.shutdown()
 
@@ -214,7 +215,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         options = TierOptions(disk_gib=1, **wrong)
         view = Region(ROW_BYTES).create_kv_memoryview()
         with pytest.raises(RefusedError, match="files cannot be kept in"):
-            open_file_tier(options, view, bytes(32), lambda key: None)
+            open_files(options, view, bytes(32), lambda key: None)
 
 
 def keep(world: Tiered) -> None:
@@ -276,8 +277,8 @@ def test_a_document_that_a_full_disk_did_not_take_is_written_after_the_pause(
 ) -> None:
     world = computed(tmp_path, monkeypatch)
     assert parts_of(world.side).tier is not None
-    tier, now = parts_of(world.side).tier._files, 0.0
-    assert isinstance(tier, FileTier)
+    tier, now = parts_of(world.side).tier.files, 0.0
+    assert isinstance(tier, FileStore)
     monkeypatch.setattr(tier, "_clock", lambda: now)
     with monkeypatch.context() as full:
         full.setattr(Disk, "create", lambda *_: raises(errno.ENOSPC)())
@@ -337,7 +338,7 @@ def test_what_another_engine_deletes_stays_a_document_of_this_one(
     blocks = [block for block in range(world.pool.num_gpu_blocks) if block in world.index]
     tier.documents.keep("doc", 0, 1, blocks)
     wait_for(world, 8)
-    tier.erased_elsewhere([record.key for record in tier._catalogue])
+    tier.erased_elsewhere([record.key for record in tier.catalogue])
     world.report(world.evict_all())
     wait_for(world, 8)
     assert tier.documents.held() == {"doc": "host"}

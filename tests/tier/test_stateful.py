@@ -92,9 +92,9 @@ class Tiered(RuleBasedStateMachine):
         names = self.names()
         durable = self.durable(names)
         chosen = random.Random(seed).sample(sorted(names), min(len(names), seed % 4))
-        waited = {seen.key for seen in self.world.tier._evicted}
+        waited = {seen.key for seen in self.world.tier.waiting}
         self.world.evict(chosen)
-        stored = {seen.block for seen in self.world.tier._evicted if seen.key not in waited}
+        stored = {seen.block for seen in self.world.tier.waiting if seen.key not in waited}
         gone = {block for block in chosen if self.deleted.get(block) == names[block]}
         assert not (gone - durable) & stored, "a deleted document comes back"
 
@@ -110,7 +110,7 @@ class Tiered(RuleBasedStateMachine):
             self.world.tier.left(request_id)
             return
         rows = set(pieces.block[pieces.source == Tier.HOST].tolist())
-        assert all(0 <= row < self.world.manager.primary_tier._num_chunks for row in rows)
+        assert all(0 <= row < self.world.region.num_chunks for row in rows)
         if sends:
             self.world.send(request_id, prompt, pieces)
         else:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.tier.world import NAMESPACE, SIZE, World
 from vllm_segreuse.cache.namespace import namespace_key
+from vllm_segreuse.features.tier.record import namespaces_of, unpacked
 from vllm_segreuse.plan import Tier, TierDone
 
 DOCUMENT = [*range(100, 112)]  # three blocks
@@ -265,7 +266,8 @@ def test_a_reset_after_an_error_gives_back_each_namespace_once(
     assert not world.tier.is_open
     world.reset()
     assert world.tier.is_open
-    assert world.namespaces._references == [1], "the running request's"
+    assert world.namespaces.find(NAMESPACE) == running
+    assert world.namespaces.num_references == 1, "the running request's"
     world.namespaces.release(running)
     stored(world)
     assert world.match(DOCUMENT).num_tokens == len(DOCUMENT)
@@ -371,7 +373,7 @@ def test_two_plans_that_do_not_fit_together_never_hold_rows_while_they_wait() ->
         for request, tokens in list(waiting.items()):
             pieces = world.hold(request, tokens)
             if pieces is None:
-                assert request not in world.tier._loads._held, "it waits and holds"
+                assert request not in world.tier.loads, "it waits and holds"
                 continue
             assert pieces.num_tiered == len(tokens), "no time has passed"
             world.send(request, tokens, pieces)
@@ -410,7 +412,7 @@ def test_a_record_that_both_have_lost_leaves_the_index() -> None:
 
 
 def test_records_of_lora_requests_are_not_written_to_files() -> None:
-    world = World(rows=6)
+    world = World(rows=6, files=True)
     lora = namespace_key(("docs",), None, ("adapter", "1"), ())
     blocks = world.compute(DOCUMENT, key=lora)
     keys = [world.key_of(block) for block in blocks]
@@ -422,11 +424,14 @@ def test_records_of_lora_requests_are_not_written_to_files() -> None:
     world.step()
     world.evict(blocks)
     world.step()
-    assert [world.catalogue.describe(key) for key in keys if key] == [None] * 3
-    described = [world.catalogue.describe(key) for key in own if key]
-    assert [record.position for record in described if record] == [0, 4, 8]
-    assert [record.parent for record in described if record] == [None, own[0], own[1]]
-    assert all(record.namespaces == (NAMESPACE,) for record in described if record)
+    assert [world.tier.describe(key) for key in keys if key] == [None] * 3
+    described = [it for key in own if key and (it := world.tier.describe(key))]
+    assert [it.key for it in described] == own
+    assert [unpacked(it.about).position for it in described] == [0, 4, 8]
+    assert [unpacked(it.about).parent for it in described] == [None, own[0], own[1]]
+    assert world.files is not None
+    digest = world.files.digest(NAMESPACE)
+    assert [namespaces_of(it.about) for it in described] == [[digest]] * 3
 
 
 def test_what_the_codec_cannot_store_on_any_rank_is_never_read() -> None:

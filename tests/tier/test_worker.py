@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_segreuse.features.tier import copying as module
+from vllm_segreuse.features.tier.copying import TierWorker
 from vllm_segreuse.plan import IntArray, TierDone, TierOrders
 from vllm_segreuse.prefill.mover import LoadedRows
-from vllm_segreuse.tier import worker as module
-from vllm_segreuse.tier.worker import TierWorker
 
 
 class Mark:

@@ -14,21 +14,18 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from tests.tier.records import key_of, payload_of
+from tests.store.records import key_of
 from tests.tier.test_documents import kept
-from tests.tier.test_files import Engine
 from tests.tier.test_mover import CELL_BYTES, CPU, Streams, copier, pages_of, region, stored_as
 from tests.tier.test_scheduler_side import Tiered
 from tests.tier.test_store import DOCUMENT, OTHER, stored
 from tests.tier.world import SIZE, World
+from vllm_segreuse.features.tier import copying as worker
+from vllm_segreuse.features.tier.files import open_files
+from vllm_segreuse.features.tier.host_rows import HostRows
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.tier import encryption, worker
-from vllm_segreuse.tier.encryption import Aes256Gcm
-from vllm_segreuse.tier.files import open_file_tier
-from vllm_segreuse.tier.host_rows import HostRows
-from vllm_segreuse.tier.region import HostRegion, RegionShape
-from vllm_segreuse.tier.sealing import Checksum, CorruptError, Sealer
-from vllm_segreuse.tier.staging import StagedMover
+from vllm_segreuse.features.tier.region import HostRegion, RegionShape
+from vllm_segreuse.features.tier.staging import StagedMover
 
 
 def filled(world: World) -> list[int]:
@@ -259,8 +256,8 @@ def test_the_option_reaches_rows_and_files(tmp_path: Path) -> None:
     assert not memory.any()
     for zeroise in (False, True):
         options = TierOptions(path=str(tmp_path), disk_gib=1, zeroise=zeroise)
-        tier = open_file_tier(options, memoryview(memory), bytes(32), lambda key: None)
-        assert tier._zeroises is zeroise
+        tier = open_files(options, memoryview(memory), bytes(32), lambda key: None)
+        assert tier.zeroises is zeroise
         tier.shutdown()
 
 
@@ -279,15 +276,15 @@ def test_staging_on_the_device_is_zeroed_behind_each_use(zeroises: bool) -> None
     )
 
     def holds() -> bool:
-        return any(half.cells.any().item() for half in staged._halves)
+        return any(half.any().item() for half in staged.staging)
 
-    for half in staged._halves:
-        half.cells.zero_()
+    for half in staged.staging:
+        half.zero_()
     staged.store(np.arange(5), np.arange(5))
     assert cells[:5].any(dim=1).all()
     assert holds() is not zeroises
-    for half in staged._halves:
-        half.cells.zero_()
+    for half in staged.staging:
+        half.zero_()
     for loaded in staged.load(np.arange(5)):
         for page, layer in zip(loaded.pages, pages, strict=True):
             got = page[torch.from_numpy(loaded.slots)]
@@ -305,49 +302,4 @@ def test_the_option_reaches_staging(monkeypatch: pytest.MonkeyPatch, zeroises: b
     copy: Any = None
     mover = worker.mover_for(host, copy, stored_pages, torch.device("meta"), zeroises=zeroises)
     assert isinstance(mover, StagedMover)
-    assert mover._zeroises is zeroises
-
-
-@pytest.mark.parametrize("sealer", [Checksum(), Aes256Gcm(bytes(32))])
-@pytest.mark.parametrize("zeroises", [False, True])
-def test_copies_of_rows_on_the_way_to_files_are_zeroed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealer: Sealer, zeroises: bool
-) -> None:
-    engine = Engine(tmp_path, sealer=sealer, zeroises=zeroises)
-    folder = engine.tier._folder
-    seen: list[Any] = []
-    write, read = folder.write, folder.read
-
-    def writing(new: Any, slots: int) -> Any:
-        seen.extend(payload for _, payload in new)
-        return write(new, slots)
-
-    def reading(kept: Any) -> Any:
-        seen.append(read(kept))
-        return seen[-1]
-
-    monkeypatch.setattr(folder, "write", writing)
-    monkeypatch.setattr(folder, "read", reading)
-    assert engine.store(1, 2).success
-    assert engine.load(1, 2) == [1, 2]
-    assert len(seen) == 4
-    assert [any(bytes(payload)) for payload in seen] == [not zeroises] * 4
-    engine.tier.shutdown()
-
-
-def test_bytes_that_are_not_proven_are_not_left_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[bytearray] = []
-
-    def remembered(size: int) -> bytearray:
-        made.append(bytearray(size))
-        return made[-1]
-
-    monkeypatch.setattr(encryption, "bytearray", remembered, raising=False)
-    sealer = Aes256Gcm(bytes(32))
-    secret = sealer.new_secret()
-    sealed, proof = sealer.seal(secret, b"context", payload_of(1))
-    assert bytes(memoryview(sealer.open(secret, b"context", sealed, proof))) == payload_of(1)
-    with pytest.raises(CorruptError):
-        sealer.open(secret, b"another", sealed, proof)
-    assert len(made) == 2
-    assert not any(made[1])
+    assert mover.zeroises is zeroises

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from tests.tier.fakes import Files, Region, mark
@@ -20,14 +22,15 @@ from vllm_segreuse.cache.matcher import Matches, find_matches
 from vllm_segreuse.cache.namespace import NamespaceTable, namespace_key
 from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.cache.second_tier import by_tier, on_rows
-from vllm_segreuse.features.metrics import SegReuseStats
+from vllm_segreuse.config.metrics import SegReuseStats
+from vllm_segreuse.features.tier.catalogue import RecordCatalogue
+from vllm_segreuse.features.tier.files import FileTier
+from vllm_segreuse.features.tier.host_rows import HostRows
+from vllm_segreuse.features.tier.naming import record_keys
 from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.features.tier.store import RecordPlaces, TierStore
 from vllm_segreuse.plan import IntArray, Pieces, Tier, TierDone, TierOrders
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.tier.catalogue import RecordCatalogue
-from vllm_segreuse.tier.host_rows import HostRows
-from vllm_segreuse.tier.naming import record_keys
-from vllm_segreuse.tier.store import RecordPlaces, TierStore
 
 SIZE = 4
 NAMESPACE = namespace_key(("docs",), None, None, ())
@@ -96,7 +99,8 @@ class World:
         blocks: of the pool.
         rows: of the region.
         ranks: workers.
-        files: whether there is a file tier.
+        files: whether there is a store of files.
+        behind: makes another tier of the host region, in its place.
     """
 
     def __init__(
@@ -106,10 +110,11 @@ class World:
         ranks: int = 1,
         files: bool = False,
         most_files: int = 10**6,
+        behind: Callable[[memoryview], SecondaryTierManager] | None = None,
         **options: Any,
     ) -> None:
         self.num_blocks, self.now_s = blocks, 0.0
-        self.index = SegmentIndex(blocks + rows + (4 * rows if files else 0), SIZE)
+        self.index = SegmentIndex(blocks + rows + (4 * rows if files or behind else 0), SIZE)
         self.namespaces = NamespaceTable(lambda namespace: self.index.population(namespace) > 0)
         self.names: dict[int, tuple[bytes, bool]] = {}
         self.region = Region(rows)
@@ -118,7 +123,10 @@ class World:
         self.rows = HostRows(self.region, given.zeroise)  # type: ignore[arg-type]
         held = [rank.rows for rank in self.ranks]
         self.files = Files(self.region, held, most_files) if files else None
-        self.manager = TieringOffloadingManager(self.rows, [self.files] if self.files else [])
+        view = self.rows.get_kv_memoryview()
+        tiers = [] if self.files is None else [FileTier(view, self.files)]
+        tiers += [] if behind is None else [behind(view)]
+        self.manager = TieringOffloadingManager(self.rows, tiers)
         self.key_of = record_keys(b"model", self.names.get)
         self.catalogue = RecordCatalogue(self.index, self.namespaces, blocks, self.key_of)
         self.health, self.stats = Health(), SegReuseStats()
@@ -139,7 +147,7 @@ class World:
     @property
     def chunks(self) -> dict[Any, Any]:
         """vLLM's rows by key."""
-        return self.manager.primary_tier._policy.chunks  # type: ignore[attr-defined]
+        return self.rows.chunks
 
     # What vLLM does.
 
@@ -250,7 +258,8 @@ class World:
     def check(self) -> None:
         """AssertionError with what is wrong."""
         self.index.check_integrity()
-        assert not self.tier._health.broken
+        self.catalogue.check_integrity()
+        assert not self.tier.health.broken
         in_host = {record.key for record in self.catalogue if record.in_host}
         ready = {key for key, chunk in self.chunks.items() if chunk.is_ready}
         if self.tier.is_open:
@@ -280,7 +289,7 @@ class World:
         counts = self.tier.counts()
         assert (counts.holds, counts.steps, counts.jobs) == (0, 0, 0), counts
         assert all(chunk.ref_cnt == 0 for chunk in self.chunks.values()), "a row is still held"
-        assert self.rows._num_evictable_cache_chunks == len(self.chunks)
+        assert self.rows.num_replaceable == len(self.chunks)
         assert all(record.shown == (record.last_seen is None) for record in self.catalogue)
         seen = [record.last_seen for record in self.catalogue if record.last_seen is not None]
-        assert sum(self.namespaces._references) == sum(len(found.namespaces) for found in seen)
+        assert self.namespaces.num_references == sum(len(found.namespaces) for found in seen)

@@ -116,8 +116,8 @@ class ContentFinder(Finder):
             self._index, prompt.namespace, prompt.tokens, hashes, start, stop, self._max_depth
         )
         matches = compared(matches, self._index, prompt)
-        if self._index.lags is not None:
-            turned = matches.pieces.turned(self._index.lags, prompt.images)
+        if self._index.position_offsets is not None:
+            turned = matches.pieces.turned(self._index.position_offsets, prompt.images)
             matches = matches._replace(pieces=turned)
         prompt.memo = Memo(self._key(start, stop), matches)
         return matches

@@ -73,12 +73,12 @@ class BlockFacts(NamedTuple):
     Attributes:
         fresh: False: their KV is there already, so they may donate at once.
         contexts: uint64 `[n]`, see `contexts.py`; None: not known.
-        lags: int32 `[n * block_size]`, of the tokens; None: 0.
+        position_offsets: int32 `[n * block_size]`, of the tokens; None: 0.
     """
 
     fresh: bool = True
     contexts: npt.NDArray[np.uint64] | None = None
-    lags: IntArray | None = None
+    position_offsets: IntArray | None = None
 
 
 _NEW = BlockFacts()
@@ -94,8 +94,9 @@ class SegmentIndex:
         block_size: tokens per block.
         version: changes whenever the answer to a match may change (insert, remove, clear, and a
             step that ends the freshness of blocks). The key of match memos.
-        lags: int32 `[num_blocks, block_size]`: of each token of each block, how far the images in
-            front of it hold its number back (`plan/images.py`); None: there was no image yet.
+        position_offsets: int32 `[num_blocks, block_size]`: of each token of each block, how far
+            the images in front of it hold its number back (`plan/images.py`); None: there was
+            no image yet.
         step: number of the current step, from 1. It begins anew after 2**32 - 1 steps: a block that
             has stayed for exactly as long is then fresh for one step, that is, no donor in it.
         contexts: uint64 `[num_blocks]`, what each block was computed behind (`contexts.py`).
@@ -145,7 +146,7 @@ class SegmentIndex:
         self.heads: IntArray = np.full(BUCKETS_PER_BLOCK * power, -1, np.int32)
         self.anchor_counts: CountArray = np.zeros(ANCHORS_PER_BLOCK * power, np.uint8)
         self._population: npt.NDArray[np.int64] = np.zeros(64, np.int64)
-        self.lags: IntArray | None = None
+        self.position_offsets: IntArray | None = None
         self.known = Known(self.num_blocks)
         self._shares = Shares(self._owner_of)
         # Namespaces that have views, the latest used last; `Known.changes` when they were made.
@@ -201,7 +202,7 @@ class SegmentIndex:
         if not block_ids.size:
             return
         self._check_insert(namespace, block_ids, first_position, depths)
-        self._note_lags(block_ids, facts.lags)
+        self._note_position_offsets(block_ids, facts.position_offsets)
         self.show(namespace)
         self._reserve_views(int(np.count_nonzero(self._born[block_ids])))
         hashes = window_hashes(tokens, self.block_size)[:: self.block_size].copy()
@@ -232,22 +233,28 @@ class SegmentIndex:
             self._has_fresh |= facts.fresh
             self.version += 1
 
-    def _note_lags(self, block_ids: IntArray, lags: IntArray | None) -> None:
-        if self.lags is None and lags is not None:
-            self.lags = _aligned_zeros(self.num_blocks * self.block_size, np.int32)
-            self.lags = self.lags.reshape(self.num_blocks, self.block_size)
-        if self.lags is not None:
-            self.lags[block_ids] = 0 if lags is None else lags.reshape(-1, self.block_size)
+    def _note_position_offsets(
+        self, block_ids: IntArray, position_offsets: IntArray | None
+    ) -> None:
+        if self.position_offsets is None and position_offsets is not None:
+            self.position_offsets = _aligned_zeros(self.num_blocks * self.block_size, np.int32)
+            self.position_offsets = self.position_offsets.reshape(self.num_blocks, self.block_size)
+        if self.position_offsets is not None:
+            self.position_offsets[block_ids] = (
+                0 if position_offsets is None else position_offsets.reshape(-1, self.block_size)
+            )
 
-    def lags_of(self, block_ids: IntArray) -> IntArray | None:
+    def position_offsets_of(self, block_ids: IntArray) -> IntArray | None:
         """Lags of the tokens of blocks, int32 `[n * block_size]`; None: there was no image yet."""
-        return None if self.lags is None else self.lags[block_ids].ravel()
+        return None if self.position_offsets is None else self.position_offsets[block_ids].ravel()
 
     def is_text(self, block_id: int) -> bool:
         """Whether an indexed block holds text that no image stands in front of."""
-        if self.lags is None:
+        if self.position_offsets is None:
             return True
-        return not self.lags[block_id].any() and bool((self.tokens[block_id] >= 0).all())
+        return not self.position_offsets[block_id].any() and bool(
+            (self.tokens[block_id] >= 0).all()
+        )
 
     def image_tokens(self) -> IntArray:
         """Ids of the tokens of images in indexed blocks, int32 `[n]`. O(blocks)."""

@@ -86,6 +86,11 @@ class Known:
         return int(self._spares[_CELLS])
 
     @property
+    def num_detached(self) -> int:
+        """Handles of `detach` that are neither attached, joined nor let go."""
+        return len(self._detached)
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all of it."""
         arrays = self._cells, self._marks, self._first_cell, self._first_mark
@@ -371,7 +376,7 @@ def _prune(
                 marks[before].following = following
             else:
                 first_mark[namespace] = following + 1
-            _let_go(cells, first_cell, spares, marks[mark].cell)
+            _release(cells, first_cell, spares, marks[mark].cell)
             marks[mark].following = spares[_MARK]
             spares[_MARK] = mark
             spares[_MARKS] -= 1
@@ -380,7 +385,7 @@ def _prune(
 
 
 @kernel
-def _let_go(cells: Cells, first_cell: IntArray, spares: IntArray, cell: int) -> None:
+def _release(cells: Cells, first_cell: IntArray, spares: IntArray, cell: int) -> None:
     """One hold less on a cell; a cell that nobody holds goes, and its hold on the one in front."""
     while cell >= 0:
         node = cells[cell]
@@ -429,5 +434,5 @@ def _attach(cells: Cells, first_cell: IntArray, spares: IntArray, cell: int, blo
         if block >= 0:
             cells[cell].following = first_cell[block] - 1
             first_cell[block] = cell + 1
-        _let_go(cells, first_cell, spares, cell)
+        _release(cells, first_cell, spares, cell)
         cell = following

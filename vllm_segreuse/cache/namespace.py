@@ -104,6 +104,11 @@ class NamespaceTable:
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def num_references(self) -> int:
+        """References that are held, to all ids."""
+        return sum(self._references)
+
     def find(self, key: bytes) -> int | None:
         """The id of a key, or None. Takes no reference."""
         return self._ids.get(key)

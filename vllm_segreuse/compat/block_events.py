@@ -66,7 +66,7 @@ class Naming(Protocol):
     def exact_stop(self, request_id: str) -> int:
         """Behind this position the request's tokens stand for other KV, and its prefix hit ends."""
 
-    def misses_room(self, request_id: str, blocks: int) -> None:
+    def allocation_failed(self, request_id: str, blocks: int) -> None:
         """A request was not allocated, for want of so many blocks, although no other holds any."""
 
 

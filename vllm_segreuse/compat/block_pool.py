@@ -172,7 +172,7 @@ class SegmentBlockPool(BlockPool):
         """Behind this position a request takes no exact blocks; see `Naming`."""
         return self._naming.exact_stop(request_id)
 
-    def misses_room(self, request_id: str, blocks: int) -> bool:
+    def allocation_failed(self, request_id: str, blocks: int) -> bool:
         """A request was not allocated, for want of so many blocks, although no other holds any.
         Listeners release what they hold for others. Else, if its plan pins donors, it would wait
         for these for ever: it gives up as many next.
@@ -185,7 +185,7 @@ class SegmentBlockPool(BlockPool):
             listener.starving(request_id)
         if self.num_free_blocks() > before:
             return True
-        self._naming.misses_room(request_id, blocks)
+        self._naming.allocation_failed(request_id, blocks)
         return False
 
     def is_exact(self, block_id: int) -> bool:

@@ -48,8 +48,8 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
         # A request that waits for others, or for the next step, keeps its plan.
         if (
             allocated is None
-            and not (pool.is_closed or is_anybody_admitted(self))
-            and pool.misses_room(request.request_id, max(1, needed - pool.num_free_blocks()))
+            and not (pool.is_closed or has_running_requests(self))
+            and pool.allocation_failed(request.request_id, max(1, needed - pool.num_free_blocks()))
         ):
             allocated = original(self, request, num_new_tokens, *args, **kwargs)
         return allocated
@@ -109,7 +109,7 @@ def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dic
     return int(total - held - shared + kept)
 
 
-def is_anybody_admitted(manager: Any) -> bool:
+def has_running_requests(manager: Any) -> bool:
     """Whether a request holds blocks: it runs, or is set aside for what it loads."""
     of_group = manager.block_pool.group.of(manager.coordinator.single_type_managers)
     return any(of_group.req_to_blocks.values())

@@ -7,10 +7,14 @@
   blocks are held. Here their plans are called back, and they wait as if they had just arrived.
 - A connector cannot add requests or end one with an error. Here ours adds what audits and cold
   documents need, and ends requests that must not run without their documents.
+- An answer may end among accepted drafts. vLLM 0.32 without asynchronous scheduling counts those
+  behind the end as computed, and a streaming session takes their KV for that of its next part:
+  blocks would get exact names, and donate, with the KV of other tokens. Here they are not counted.
 
 Obsolete when the scheduler passes the workers' metadata (vllm-project/vllm#31964) to its connector
-before requests end, and a reset that preempts (vllm-project/vllm#28827) also preempts requests that
-wait for remote KV. None filed that we know of.
+before requests end, a reset that preempts (vllm-project/vllm#28827) also preempts requests that
+wait for remote KV, and vLLM 0.32, for which vllm-project/vllm#44526 reports the drafts, is no more
+supported: 0.33 does not count them. None filed for the rest that we know of.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ from vllm_segreuse.compat.patching import wrap
 
 
 def install() -> None:
-    """Wrap `Scheduler.update_from_output` and `reset_prefix_cache`, once. Other connectors see no
-    change."""
+    """Wrap three methods of the scheduler, once. Other connectors see no change."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     wrap(Scheduler, "update_from_output", _update_from_output)
     wrap(Scheduler, "reset_prefix_cache", _reset_prefix_cache)
+    wrap(Scheduler, "_handle_stopped_request", _handle_stopped_request)
 
 
 def scheduler_side(connector: Any) -> Any:
@@ -58,6 +62,22 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return update_from_output
+
+
+def _handle_stopped_request(original: Callable[..., bool]) -> Callable[..., bool]:
+    def handle_stopped_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> bool:
+        # Only a session goes on from what it has computed.
+        if (
+            self.num_spec_tokens
+            and request.resumable
+            and scheduler_side(self.connector) is not None
+        ):
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            # Its last token was sampled, and is not computed yet.
+            request.num_computed_tokens -= max(0, computed - (request.num_tokens - 1))
+        return original(self, request, *args, **kwargs)
+
+    return handle_stopped_request
 
 
 def _is_paused(scheduler: Any) -> bool:

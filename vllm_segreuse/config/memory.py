@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.features.similar.options import SimilarServer
-from vllm_segreuse.features.trained.documents.layout import KEY
 from vllm_segreuse.kernels.scratch import SCRATCH_BYTES
+from vllm_segreuse.model.documents.layout import KEY
 from vllm_segreuse.options.server import STEP_TOKENS
 from vllm_segreuse.prefill.compared import COMPARED_TOKENS
 

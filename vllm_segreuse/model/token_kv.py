@@ -48,7 +48,7 @@ def given(
 
 @functools.cache
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """Of a class's forward. Kept: passes ask for it in every wave."""
+    """Of a class's forward. Kept: passes ask for it in every chunk."""
     return inspect.signature(forward)
 
 

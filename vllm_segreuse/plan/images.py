@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in a prompt, and how M-RoPE numbers the tokens in and around them.
+"""Images in a prompt, and how M-RoPE mrope_positions the tokens in and around them.
 
 tokens     a b c I I I I I I d e          I: an image of 2 rows and 3 columns
 index      0 1 2 3 4 5 6 7 8 9 10
@@ -47,7 +47,7 @@ class Image(NamedTuple):
 
     @property
     def shortens(self) -> int:
-        """By how much fewer numbers than tokens it takes."""
+        """By how much fewer mrope_positions than tokens it takes."""
         return self.height * self.width - max(self.height, self.width)
 
 
@@ -66,7 +66,7 @@ class Images:
         self._stops = np.array([image.stop for image in self.images], np.int64)
         self._lags = np.cumsum([0, *(image.shortens for image in self.images)]).astype(np.int32)
 
-    def lags(self, start: int, stop: int) -> IntArray:
+    def position_offsets(self, start: int, stop: int) -> IntArray:
         """int32 `[stop - start]`: by how much the number of each token is behind its index; of an
         image's token, the number at which the image begins behind the index of its first token."""
         found: IntArray = self._lags[
@@ -81,19 +81,19 @@ class Images:
             covered[max(image.start - start, 0) : max(image.stop - start, 0)] = True
         return covered
 
-    def numbers(self, start: int, stop: int) -> IntArray:
+    def mrope_positions(self, start: int, stop: int) -> IntArray:
         """int32 `[3, stop - start]`: time, height and width of each token."""
-        first = np.arange(start, stop, dtype=np.int32) - self.lags(start, stop)
-        numbers = np.repeat(first[None], ROWS, axis=0)
+        first = np.arange(start, stop, dtype=np.int32) - self.position_offsets(start, stop)
+        mrope_positions = np.repeat(first[None], ROWS, axis=0)
         for image in self.images:
             low, high = max(image.start, start), min(image.stop, stop)
             if low < high:
                 within = np.arange(low, high, dtype=np.int32) - image.start
                 row, column = np.divmod(within, image.width)
-                numbers[:, low - start : high - start] -= within
-                numbers[1, low - start : high - start] += row
-                numbers[2, low - start : high - start] += column
-        return numbers
+                mrope_positions[:, low - start : high - start] -= within
+                mrope_positions[1, low - start : high - start] += row
+                mrope_positions[2, low - start : high - start] += column
+        return mrope_positions
 
     def limit(self, reused: BoolArray, start: int, stop: int) -> int:
         """Where a plan ends: one token in front of the first image that is not wholly reused.

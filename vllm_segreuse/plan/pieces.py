@@ -204,7 +204,7 @@ class Pieces:
         within = (np.arange(len(piece)) - first[piece]).astype(np.int32)
         turn = self.turn[piece] + behind[self.block[piece], self.offset[piece] + within]
         if images is not None:
-            turn -= images.lags(0, self.stop)[self.destination[piece] + within]
+            turn -= images.position_offsets(0, self.stop)[self.destination[piece] + within]
         begins = np.ones(len(piece), np.bool_)
         begins[1:] = (piece[1:] != piece[:-1]) | (turn[1:] != turn[:-1])
         where = np.flatnonzero(begins)

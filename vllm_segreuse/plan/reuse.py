@@ -76,9 +76,9 @@ class ReusePlan:
         lora_id: vLLM's number of the request's LoRA adapter; 0: none.
         trace_headers: W3C trace context that the request came with; None: it is not traced.
         explains: the workers report which tokens they have computed, where they choose them.
-        numbers: int32 `[3, num_tokens + 1]`: time, height and width of the tokens, up to that at
-            `stop`, by which M-RoPE rotates; None: a prompt of text, whose tokens have their index
-            in all three.
+        mrope_positions: int32 `[3, num_tokens + 1]`: time, height and width of the tokens,
+            up to that at `stop`, by which M-RoPE rotates; None: a prompt of text, whose
+            tokens have their index in all three.
     """
 
     request_id: str
@@ -101,7 +101,7 @@ class ReusePlan:
     restoration: Restoration | None = None
     is_restored: bool | None = None
     left_out: int = 0
-    numbers: IntArray | None = None
+    mrope_positions: IntArray | None = None
 
     @property
     def begin(self) -> int:

@@ -81,7 +81,7 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
         blocks = plan.block_ids.astype(np.int64)
         target = blocks[to // block_size] * block_size + to % block_size
         tier = np.repeat(pieces.source, length)
-        at = to if plan.numbers is None else plan.numbers[0, to - plan.start]
+        at = to if plan.mrope_positions is None else plan.mrope_positions[0, to - plan.start]
         columns.append((source, target, delta, at - delta, stop, tier))
         if skip_always:
             keep = plan.moved[to - plan.start]

@@ -63,15 +63,15 @@ class ScatteredQueries:
 
 
 class Queries:
-    """Hands on queries that reach attention, layer by layer and wave by wave; also those of a
+    """Hands on queries that reach attention, layer by layer and chunk by chunk; also those of a
     compiled model, which calls no hooks.
 
     Args:
         layers: vLLM `Attention` layers whose queries are wanted.
-        selected: which of them, counted over all waves, ascending.
+        selected: which of them, counted over all chunks, ascending.
         ask: is given the number of one of these layers, which of the selected queries are in the
-            wave, and these queries, `[tokens, heads, channels]` as scores take them, once the
-            wave's keys are written.
+            chunk, and these queries, `[tokens, heads, channels]` as scores take them, once the
+            chunk's keys are written.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Queries:
         self._numbers = {id(layer): number for number, layer in enumerate(layers)}
         self._selected = selected
         self._ask = ask
-        self._waves: dict[tuple[int, int], tuple[slice, torch.Tensor]] = {}
+        self._chunks: dict[tuple[int, int], tuple[slice, torch.Tensor]] = {}
         self._seen = [0] * len(layers)
         self._asked = 0
 
@@ -94,14 +94,14 @@ class Queries:
 
     @contextmanager
     def of(self, layer: torch.nn.Module, query: torch.Tensor) -> Iterator[None]:
-        """Attention of a wave at a layer, which may overwrite the queries that it is given."""
+        """Attention of a chunk at a layer, which may overwrite the queries that it is given."""
         number = self._numbers.get(id(layer))
         if number is None:
             yield
             return
         first = self._seen[number]
         self._seen[number] = last = first + len(query)
-        part, rows = self._in_wave(first, last, query.device)
+        part, rows = self._in_chunk(first, last, query.device)
         if not len(rows):
             yield
             return
@@ -113,13 +113,13 @@ class Queries:
         self._asked += len(query)
         self._ask(number, part, query)
 
-    def _in_wave(self, first: int, last: int, device: torch.device) -> tuple[slice, torch.Tensor]:
+    def _in_chunk(self, first: int, last: int, device: torch.device) -> tuple[slice, torch.Tensor]:
         """Which of the selected ones are among `[first, last)`, and where: the same at each
         layer."""
-        if (first, last) not in self._waves:
+        if (first, last) not in self._chunks:
             part = slice(*np.searchsorted(self._selected, [first, last]).tolist())
-            self._waves[first, last] = part, upload(self._selected[part] - first, device)
-        return self._waves[first, last]
+            self._chunks[first, last] = part, upload(self._selected[part] - first, device)
+        return self._chunks[first, last]
 
     def take_work(self) -> int:
         """Queries that were handed on since the last call: to score by one takes about what its
@@ -163,12 +163,12 @@ class PassAttention:
             tokens: the active tokens.
             most: tokens at once.
         """
-        for part, wave in tokens.parts(most):
-            fitting = self._rows.most_tokens(wave)
-            if len(wave) <= fitting:
-                yield part, wave
+        for part, chunk in tokens.parts(most):
+            fitting = self._rows.most_tokens(chunk)
+            if len(chunk) <= fitting:
+                yield part, chunk
                 continue
-            for within, smaller in wave.parts(fitting):
+            for within, smaller in chunk.parts(fitting):
                 first = part.start + within.start
                 yield slice(first, first + len(smaller)), smaller
 

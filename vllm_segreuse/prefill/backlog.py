@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of a worker: small ones before a step's forward, large ones a few waves behind each.
+"""Plans of a worker: small ones before a step's forward, large ones a few chunks behind each.
 
-    step n     start: align all of the plan ─► forward ─► waves
-    step n+1                                   forward ─► waves
-    step n+2                                   forward ─► waves ─► done: vLLM may schedule it
+    step n     start: align all of the plan ─► forward ─► chunks
+    step n+1                                   forward ─► chunks
+    step n+2                                   forward ─► chunks ─► done: vLLM may schedule it
 
 Requests that decode beside a large plan get a token in every step. Donors are read in the first
 step only; from then on the plan reads and writes blocks of its own request, which vLLM gives to
@@ -34,8 +34,8 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.prefill.chunks import Chunks, finish
 from vllm_segreuse.prefill.executor import PassReport, Prepared, SparsePrefill
-from vllm_segreuse.prefill.waves import Waves, finish
 
 logger = init_logger("vllm.segreuse")
 
@@ -54,7 +54,7 @@ class Backlog:
     def __init__(self, prefill: SparsePrefill, step_work: int) -> None:
         self.prefill = prefill
         self.step_work = step_work
-        self._under_way: dict[str, Waves[PassReport]] = {}  # in order of arrival
+        self._under_way: dict[str, Chunks[PassReport]] = {}  # in order of arrival
 
     @property
     def is_empty(self) -> bool:
@@ -69,13 +69,13 @@ class Backlog:
         """
         for plan in plans:
             if plan.spread:
-                self._under_way[plan.request_id] = self._waves([plan], self.step_work)
+                self._under_way[plan.request_id] = self._chunks([plan], self.step_work)
         now = [plan for plan in plans if not plan.spread]
-        return finish(self._waves(now)) if now else None
+        return finish(self._chunks(now)) if now else None
 
-    def _waves(self, plans: list[ReusePlan], wave_work: int | None = None) -> Waves[PassReport]:
+    def _chunks(self, plans: list[ReusePlan], chunk_work: int | None = None) -> Chunks[PassReport]:
         """Align plans, and return what is left to be run."""
-        return compute_or_in_full(self.prefill, prepare_or_in_full(self.prefill, plans, wave_work))
+        return compute_or_in_full(self.prefill, prepare_or_in_full(self.prefill, plans, chunk_work))
 
     def advance(self) -> dict[str, PassReport]:
         """A step's share of the spread plans, the oldest first, behind its forward.
@@ -87,9 +87,9 @@ class Backlog:
         left = self.step_work
         with self.prefill.after_forward():
             while self._under_way and left > 0:
-                request_id, waves = next(iter(self._under_way.items()))
+                request_id, chunks = next(iter(self._under_way.items()))
                 try:
-                    left -= next(waves)
+                    left -= next(chunks)
                 except StopIteration as end:
                     del self._under_way[request_id]
                     done[request_id] = end.value
@@ -104,28 +104,28 @@ class Backlog:
 
 
 def prepare_or_in_full(
-    prefill: SparsePrefill, plans: list[ReusePlan], wave_work: int | None = None
+    prefill: SparsePrefill, plans: list[ReusePlan], chunk_work: int | None = None
 ) -> Prepared:
     """Prepare plans; if that fails on any rank, on all of them without reuse.
 
     Args:
         prefill: carries them out.
         plans: of one step.
-        wave_work: see `Batch`.
+        chunk_work: see `Batch`.
     """
     prepared = None
     with _fatal_between_ranks(plans):
         try:
-            prepared = prefill.prepare(plans, wave_work)
+            prepared = prefill.prepare(plans, chunk_work)
         except Exception:
             _log(plans)
         everywhere = _on_all_ranks(prepared is not None)
         if prepared is None or not everywhere:
-            prepared = _in_full(prefill, plans, wave_work)
+            prepared = _in_full(prefill, plans, chunk_work)
         return prepared
 
 
-def compute_or_in_full(prefill: SparsePrefill, prepared: Prepared) -> Waves[PassReport]:
+def compute_or_in_full(prefill: SparsePrefill, prepared: Prepared) -> Chunks[PassReport]:
     """Compute prepared plans; if that fails, once more without reuse."""
     plans = prepared.plans
     with _fatal_between_ranks(plans):
@@ -135,12 +135,12 @@ def compute_or_in_full(prefill: SparsePrefill, prepared: Prepared) -> Waves[Pass
             if not _is_alone():
                 raise
             _log(plans)
-        again = _in_full(prefill, plans, prepared.wave_work)
+        again = _in_full(prefill, plans, prepared.chunk_work)
         return (yield from prefill.compute(again))
 
 
-def _in_full(prefill: SparsePrefill, plans: list[ReusePlan], wave_work: int | None) -> Prepared:
-    return prefill.prepare([plan.without_copies() for plan in plans], wave_work, apart=True)
+def _in_full(prefill: SparsePrefill, plans: list[ReusePlan], chunk_work: int | None) -> Prepared:
+    return prefill.prepare([plan.without_copies() for plan in plans], chunk_work, apart=True)
 
 
 def _is_alone() -> bool:

@@ -28,7 +28,7 @@ class Batch:
         plans: at least one.
         block_size: tokens per block.
         device: where the KV cache is.
-        wave_work: most layer-tokens of a wave, where others are to run between waves.
+        chunk_work: most layer-tokens of a chunk, where others are to run between chunks.
 
     Attributes:
         program: of the plans, whose checks may differ.
@@ -51,11 +51,11 @@ class Batch:
         plans: list[ReusePlan],
         block_size: int,
         device: torch.device,
-        wave_work: int | None = None,
+        chunk_work: int | None = None,
     ) -> None:
         self.plans = plans
         self.program = plans[0].recipe.program
-        self.wave_work = wave_work
+        self.chunk_work = chunk_work
         self.lora_id = plans[0].lora_id
         widest = max(len(plan.block_ids) for plan in plans)
         tables = np.zeros((len(plans), widest), dtype=np.int32)
@@ -96,13 +96,13 @@ class Batch:
 
     def _numbers(self, positions: np.ndarray, device: torch.device) -> torch.Tensor | None:
         """Of all tokens, where a prompt has images; see `TokenTable`."""
-        if all(plan.numbers is None for plan in self.plans):
+        if all(plan.mrope_positions is None for plan in self.plans):
             return None
         numbers = np.repeat(positions[None].astype(np.int64), ROWS, axis=0)
         bounds = np.cumsum([0, *self.lengths])
         for plan, first, stop in zip(self.plans, bounds, bounds[1:], strict=False):
-            if plan.numbers is not None:
-                numbers[:, first:stop] = plan.numbers[:, : stop - first]
+            if plan.mrope_positions is not None:
+                numbers[:, first:stop] = plan.mrope_positions[:, : stop - first]
         return upload(numbers, device)
 
     @property
@@ -146,16 +146,16 @@ class Batch:
         row = upload(first, self._device)[tokens.request] + tokens.positions
         self.auxiliary[layer][row] = stream
 
-    def wave_tokens(self, most: int, num_layers: int) -> int:
+    def chunk_tokens(self, most: int, num_layers: int) -> int:
         """Tokens that are computed at once, at so many layers.
 
         Args:
             most: that fit.
             num_layers: that they pass before others run.
         """
-        if self.wave_work is None:
+        if self.chunk_work is None:
             return most
-        return min(most, max(1, self.wave_work // max(1, num_layers)))
+        return min(most, max(1, self.chunk_work // max(1, num_layers)))
 
     def counts(self, index: Index) -> list[int]:
         """How many tokens of each plan are in an index that the host knows."""

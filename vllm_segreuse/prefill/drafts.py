@@ -15,26 +15,26 @@ from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.layers import LayerState
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.tokens import Index
-from vllm_segreuse.prefill.waves import Waves
 
 
 class DraftRunner:
-    """Runs a draft on tokens of a batch, wave by wave.
+    """Runs a draft on tokens of a batch, chunk by chunk.
 
     Args:
         draft: as loaded.
         attention: of its layers.
-        max_wave_tokens: most tokens computed at once.
+        max_chunk_tokens: most tokens computed at once.
     """
 
-    def __init__(self, draft: Draft, attention: PassAttention, max_wave_tokens: int) -> None:
+    def __init__(self, draft: Draft, attention: PassAttention, max_chunk_tokens: int) -> None:
         self.draft = draft
         self._attention = attention
         self._fast_ops = FastOps(draft.model)
-        self._max_wave_tokens = max_wave_tokens
+        self._max_chunk_tokens = max_chunk_tokens
 
-    def run(self, batch: Batch, active: torch.Tensor, state: LayerState | None) -> Waves[None]:
+    def run(self, batch: Batch, active: torch.Tensor, state: LayerState | None) -> Chunks[None]:
         """The draft's KV of these tokens.
 
         Args:
@@ -54,14 +54,14 @@ class DraftRunner:
             return
         tokens, token_ids = batch.tokens.take(Index.computed(active)), token_ids[active]
         layers = len(self.draft.attention)
-        for part, wave in tokens.parts(batch.wave_tokens(self._max_wave_tokens, layers)):
+        for part, chunk in tokens.parts(batch.chunk_tokens(self._max_chunk_tokens, layers)):
             states = self._states(batch, active[part], order[part], state)
             with (
-                self._attention.forward_context(wave, batch.block_tables),
+                self._attention.forward_context(chunk, batch.block_tables),
                 self._fast_ops.preferred(),
             ):
-                self.draft.compute(token_ids[part], wave.positions, states)
-            yield len(wave) * layers
+                self.draft.compute(token_ids[part], chunk.positions, states)
+            yield len(chunk) * layers
 
     def _states(
         self, batch: Batch, active: torch.Tensor, rows: torch.Tensor, state: LayerState | None

@@ -13,11 +13,11 @@ from vllm_segreuse.plan import ModelLayers, PlanOutcome, Program, ReusePlan
 from vllm_segreuse.prefill import outcomes, programs
 from vllm_segreuse.prefill.align import Aligner, block_copies, token_copies
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks, T, finish
 from vllm_segreuse.prefill.drafts import DraftRunner
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.outcomes import Computed
 from vllm_segreuse.prefill.states import BoundaryStates
-from vllm_segreuse.prefill.waves import T, Waves, finish
 
 
 @dataclass
@@ -42,12 +42,12 @@ class Prepared:
 
     Attributes:
         seconds: what that took.
-        wave_work: see `Batch`.
+        chunk_work: see `Batch`.
     """
 
     batches: list[Batch]
     seconds: float
-    wave_work: int | None
+    chunk_work: int | None
 
     @property
     def plans(self) -> list[ReusePlan]:
@@ -103,29 +103,29 @@ class SparsePrefill:
 
     @torch.inference_mode()
     def prepare(
-        self, plans: list[ReusePlan], wave_work: int | None = None, apart: bool = False
+        self, plans: list[ReusePlan], chunk_work: int | None = None, apart: bool = False
     ) -> Prepared:
         """All that needs no other tensor-parallel rank: lay the plans out, and align them.
 
         Args:
             plans: of one step.
-            wave_work: see `Batch`.
+            chunk_work: see `Batch`.
             apart: each has a pass of its own. What a step computes together fits into memory as
                 long as plans reuse; of those that do not, one at a time does.
         """
         started = time.perf_counter()
         self.aligner.restore(block_copies(plans, self._block_size))
         together = [[plan] for plan in plans] if apart else [plans]
-        batches = [batch for group in together for batch in self._batches(group, wave_work)]
+        batches = [batch for group in together for batch in self._batches(group, chunk_work)]
         for batch in batches:
             copies = token_copies(batch.plans, self._block_size, skip_always=True)
             self.aligner.align(copies, first_layer=batch.program.dense_layers)
             if self.states is not None:
                 self.states.move(copies)
-        return Prepared(batches, time.perf_counter() - started, wave_work)
+        return Prepared(batches, time.perf_counter() - started, chunk_work)
 
     @torch.inference_mode()
-    def compute(self, prepared: Prepared) -> Waves[PassReport]:
+    def compute(self, prepared: Prepared) -> Chunks[PassReport]:
         """Compute what prepared plans leave to be computed.
 
         A plan whose scores or hidden states are not finite is computed again, in full: what it
@@ -156,7 +156,7 @@ class SparsePrefill:
                 shown = outcome if plan.explains else outcome._replace(positions=None)
                 reported[plan.request_id] = shown
             if left is not None:  # alone: the states of one prompt fit into memory
-                [batch] = self._batches([left], prepared.wave_work)
+                [batch] = self._batches([left], prepared.chunk_work)
                 yield from clock.running(self._compute(batch))
         return PassReport(
             align_s=prepared.seconds,
@@ -165,16 +165,16 @@ class SparsePrefill:
             outcomes=reported,
         )
 
-    def _batches(self, plans: list[ReusePlan], wave_work: int | None) -> list[Batch]:
+    def _batches(self, plans: list[ReusePlan], chunk_work: int | None) -> list[Batch]:
         """Plans by what they share a pass with: their program, and their adapter."""
         groups: dict[tuple[Program, int], list[ReusePlan]] = {}
         for plan in plans:
             groups.setdefault((plan.recipe.program, plan.lora_id), []).append(plan)
         return [
-            Batch(group, self._block_size, self._device, wave_work) for group in groups.values()
+            Batch(group, self._block_size, self._device, chunk_work) for group in groups.values()
         ]
 
-    def _compute(self, batch: Batch) -> Waves[Computed]:
+    def _compute(self, batch: Batch) -> Chunks[Computed]:
         """Run plans of one program, and the draft on what it has computed."""
         active, state = yield from programs.run(self.runner, batch)
         if self._drafts is not None:
@@ -189,16 +189,16 @@ class SparsePrefill:
 
 
 class _Clock:
-    """Seconds of work, without the time between waves."""
+    """Seconds of work, without the time between chunks."""
 
     def __init__(self) -> None:
         self._total, self._since = 0.0, time.perf_counter()
 
-    def running(self, waves: Waves[T]) -> Waves[T]:
-        """The same waves, with the clock stopped in between."""
+    def running(self, chunks: Chunks[T]) -> Chunks[T]:
+        """The same chunks, with the clock stopped in between."""
         while True:
             try:
-                work = next(waves)
+                work = next(chunks)
             except StopIteration as end:
                 result: T = end.value
                 return result

@@ -4,10 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import Message, ReusePlan
 from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_segreuse.prefill.checks import Runtime
 
 
 class WorkerFeature:
@@ -50,3 +58,20 @@ class WorkerFeature:
 
     def close(self) -> None:
         """The engine ends."""
+
+
+@dataclass(frozen=True)
+class MakingWorker:
+    """What the halves of features are made from, in a worker.
+
+    Attributes:
+        vllm_config: the engine's.
+        config: the server's options.
+        kv_cache_config: vLLM's; the caches are bound to their layers.
+        runtime: what was proven of the model.
+    """
+
+    vllm_config: VllmConfig
+    config: ServerOptions
+    kv_cache_config: KVCacheConfig
+    runtime: Runtime

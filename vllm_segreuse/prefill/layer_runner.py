@@ -21,11 +21,11 @@ from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.graphs import CudaGraphs
 from vllm_segreuse.prefill.rows import Execution
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.tokens import Index, TokenTable, upload
-from vllm_segreuse.prefill.waves import Waves
 
 
 class ForDrafts(NamedTuple):
@@ -50,13 +50,13 @@ class PassSettings(NamedTuple):
     Attributes:
         fast_ops: the kernels that layers prefer when they run eagerly.
         adapters: the model's LoRA adapters.
-        max_wave_tokens: most tokens computed at once; the size vLLM profiled its memory for.
+        max_chunk_tokens: most tokens computed at once; the size vLLM profiled its memory for.
         compiled: whether passes through all layers run as vLLM has compiled them.
     """
 
     fast_ops: FastOps
     adapters: Adapters
-    max_wave_tokens: int
+    max_chunk_tokens: int
     compiled: bool = False
 
 
@@ -67,9 +67,9 @@ def model_layers(kinds: list[AttentionKind]) -> ModelLayers:
 
 
 class LayerRunner:
-    """Runs ranges of the model's layers on tokens of a batch, wave by wave.
+    """Runs ranges of the model's layers on tokens of a batch, chunk by chunk.
 
-    Between waves nothing of the model or its attention is changed.
+    Between chunks nothing of the model or its attention is changed.
 
     Args:
         stack: the model's decoder layers.
@@ -117,8 +117,8 @@ class LayerRunner:
         state: LayerState | None,
         batch: Batch,
         queries: Queries | None = None,
-    ) -> Waves[LayerState]:
-        """Run layers `[first, last)`, wave by wave in order of position. The given state is lost:
+    ) -> Chunks[LayerState]:
+        """Run layers `[first, last)`, chunk by chunk in order of position. The given state is lost:
         what is returned takes its place.
 
         Of the model's last layer only keys and values are computed: its output is nobody's input.
@@ -130,50 +130,50 @@ class LayerRunner:
         whole = last if self._for_drafts.output else min(last, len(self.stack) - 1)
         outputs = Collected(len(tokens), state)
         asked = 0 if queries is None else queries.num_layers
-        most = batch.wave_tokens(self.settings.max_wave_tokens, last - first + asked)
-        for part, wave in self.attention.parts(tokens, most):
-            attending = self.attention.forward_context(wave, batch.block_tables, queries=queries)
+        most = batch.chunk_tokens(self.settings.max_chunk_tokens, last - first + asked)
+        for part, chunk in self.attention.parts(tokens, most):
+            attending = self.attention.forward_context(chunk, batch.block_tables, queries=queries)
             with (
                 attending,
                 self.settings.fast_ops.preferred(),
-                self.settings.adapters.applied(batch.lora_id, len(wave)),
+                self.settings.adapters.applied(batch.lora_id, len(chunk)),
             ):
                 if state is None:
-                    inputs = self.stack.embed(wave.token_ids, wave.rotary_positions)
+                    inputs = self.stack.embed(chunk.token_ids, chunk.rotary_positions)
                 else:
                     inputs = state.take(part)
-                output = self._through(first, whole, wave, inputs, batch)
+                output = self._through(first, whole, chunk, inputs, batch)
                 if whole < last:
-                    self.stack.write_kv(whole, wave.rotary_positions, wave.slots, output)
+                    self.stack.write_kv(whole, chunk.rotary_positions, chunk.slots, output)
                 elif last == len(self.stack):
-                    made = self.stack.output(wave.token_ids, wave.rotary_positions, output)
+                    made = self.stack.output(chunk.token_ids, chunk.rotary_positions, output)
                     output = LayerState(made, None)
                 outputs.add(part, output)
             scoring = 0 if queries is None else queries.take_work()
-            yield len(wave) * (last - first) + scoring
+            yield len(chunk) * (last - first) + scoring
         return outputs.state
 
     def _through(
-        self, first: int, last: int, wave: TokenTable, state: LayerState, batch: Batch
+        self, first: int, last: int, chunk: TokenTable, state: LayerState, batch: Batch
     ) -> LayerState:
-        """Layers `[first, last)` on a wave; what drafts are given on the way is kept."""
+        """Layers `[first, last)` on a chunk; what drafts are given on the way is kept."""
         stops = [layer for layer in self._for_drafts.entering if first <= layer <= last]
         for layer in stops:
-            state = self.stack.run(first, layer, wave.rotary_positions, state)
-            batch.keep_auxiliary(layer, wave, state.stream)
+            state = self.stack.run(first, layer, chunk.rotary_positions, state)
+            batch.keep_auxiliary(layer, chunk, state.stream)
             first = layer
-        return self.stack.run(first, last, wave.rotary_positions, state)
+        return self.stack.run(first, last, chunk.rotary_positions, state)
 
     def keep(self, state: LayerState, index: torch.Tensor) -> LayerState:
         """The states of some rows, ascending, in the place of all."""
-        return state.kept(index, self.settings.max_wave_tokens)
+        return state.kept(index, self.settings.max_chunk_tokens)
 
     def is_finite(self, state: LayerState) -> torch.Tensor:
         """bool `[tokens]`: whether all numbers of each state are."""
         finite = torch.ones_like(state.hidden_states[:, 0], dtype=torch.bool)
         for part in (state.hidden_states, state.residual):
             if part is not None:
-                chunks = part.split(self.settings.max_wave_tokens)
+                chunks = part.split(self.settings.max_chunk_tokens)
                 finite &= torch.cat([chunk.isfinite().all(-1) for chunk in chunks])
         return finite
 
@@ -207,7 +207,7 @@ class LayerRunner:
         state = state.followed_by(entered).take(upload(order, device))
         return Index.known(both[order], device), state
 
-    def all_layers(self, tokens: TokenTable, batch: Batch) -> Waves[LayerState]:
+    def all_layers(self, tokens: TokenTable, batch: Batch) -> Chunks[LayerState]:
         """All layers on these tokens.
 
         As vLLM has compiled them where that may be: that computes the last layer's output, too, but
@@ -217,7 +217,7 @@ class LayerRunner:
             return (yield from self.run(0, len(self), tokens, None, batch))
         return (yield from self._model(self.attention.forward_context, tokens, batch))
 
-    def stock_model(self, tokens: TokenTable, batch: Batch) -> Waves[LayerState]:
+    def stock_model(self, tokens: TokenTable, batch: Batch) -> Chunks[LayerState]:
         """The whole model on these tokens and the stock backend.
 
         Returns: what left the last layer.
@@ -230,31 +230,31 @@ class LayerRunner:
         tokens: TokenTable,
         batch: Batch,
         queries: Queries | None = None,
-    ) -> Waves[LayerState]:
+    ) -> Chunks[LayerState]:
         outputs = Collected(len(tokens))
         graphs = self.graphs if self.settings.compiled else None
         asked = 0 if queries is None else queries.num_layers
-        most = batch.wave_tokens(self.settings.max_wave_tokens, len(self) + asked)
-        for part, wave in self.attention.parts(tokens, most):
-            size = 0 if graphs is None else graphs.size_for(wave)
-            attending = context(wave, batch.block_tables, Execution(self.settings.compiled, size))
-            with attending, self.settings.adapters.applied(batch.lora_id, len(wave)):
+        most = batch.chunk_tokens(self.settings.max_chunk_tokens, len(self) + asked)
+        for part, chunk in self.attention.parts(tokens, most):
+            size = 0 if graphs is None else graphs.size_for(chunk)
+            attending = context(chunk, batch.block_tables, Execution(self.settings.compiled, size))
+            with attending, self.settings.adapters.applied(batch.lora_id, len(chunk)):
                 if graphs is not None and size:
-                    hidden_states, entering = graphs.forward(wave, size)
+                    hidden_states, entering = graphs.forward(chunk, size)
                 else:
                     hidden_states, entering = self.stack.forward_for_drafts(
-                        wave.token_ids, wave.rotary_positions
+                        chunk.token_ids, chunk.rotary_positions
                     )
             for layer, stream in zip(self._for_drafts.entering, entering, strict=True):
-                batch.keep_auxiliary(layer, wave, stream)
+                batch.keep_auxiliary(layer, chunk, stream)
             outputs.add(part, LayerState(hidden_states, None))
             scoring = 0 if queries is None else queries.take_work()
-            yield len(wave) * len(self) + scoring
+            yield len(chunk) * len(self) + scoring
         return outputs.state
 
     def up_to_choice(
         self, wanted: Index, computed: Index, last: int, queries: Queries, batch: Batch
-    ) -> Waves[tuple[Index, LayerState]]:
+    ) -> Chunks[tuple[Index, LayerState]]:
         """The layers that some tokens are asked at, and all layers on the others that are computed
         with them.
 
@@ -287,18 +287,18 @@ class LayerRunner:
     def keys_and_values(
         self, layer: int, tokens: TokenTable, state: LayerState, batch: Batch
     ) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
-        """Keys and values `[tokens, heads, channels]` that a layer would write for this state, wave
-        by wave, and of which tokens they are."""
-        for part, wave in tokens.parts(self.settings.max_wave_tokens):
+        """Keys and values `[tokens, heads, channels]` that a layer would write for this state,
+        chunk by chunk, and of which tokens they are."""
+        for part, chunk in tokens.parts(self.settings.max_chunk_tokens):
             with (
                 self.settings.fast_ops.preferred(),
-                self.settings.adapters.applied(batch.lora_id, len(wave)),
+                self.settings.adapters.applied(batch.lora_id, len(chunk)),
             ):
                 entering = state.take(part).clone()
-                made = self.stack.keys_and_values(layer, wave.rotary_positions, entering)
+                made = self.stack.keys_and_values(layer, chunk.rotary_positions, entering)
             yield part, made
 
-    def attention_paid(
+    def attention_scores(
         self,
         batch: Batch,
         layer: int,

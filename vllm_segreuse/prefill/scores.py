@@ -18,8 +18,8 @@ from vllm_segreuse.prefill.tokens import Index
 class Scores:
     """Attention that the probes pay, at some layers, to each token of their plan.
 
-    A layer is asked as soon as a wave has attended there: a probe sees no token behind its own
-    wave. So the queries of one wave at one layer are held at a time, however many tokens probe.
+    A layer is asked as soon as a chunk has attended there: a probe sees no token behind its own
+    chunk. So the queries of one chunk at one layer are held at a time, however many tokens probe.
 
     Args:
         layers: of the model.
@@ -49,10 +49,10 @@ class Scores:
     def _ask(self, number: int, part: slice, queries: torch.Tensor) -> None:
         add = torch.maximum if self._gather is Gather.MAX else torch.add
         layer = self._scored[number]
-        paid = self._layers.attention_paid(self._batch, layer, part, queries, self._gather)
+        paid = self._layers.attention_scores(self._batch, layer, part, queries, self._gather)
         add(self._sums[0], paid, out=self._sums[0])
         if self._has_last:
-            self._sums[1] += self._layers.attention_paid(
+            self._sums[1] += self._layers.attention_scores(
                 self._batch, layer, part, queries, last=LAST_PROBES
             )
 

@@ -84,8 +84,8 @@ class TokenTable:
         request: index of each token's request, int64 `[tokens]`.
         slots: KV slot of each token, int64 `[tokens]`.
         host: positions and requests, or None where only the device knows which tokens these are.
-        numbers: int64 `[3, tokens]`, by which M-RoPE rotates; None: there are no images, and
-            `positions` are.
+        mrope_positions: int64 `[3, tokens]`, by which M-RoPE rotates; None: there are no
+            images, and `positions` are.
     """
 
     token_ids: torch.Tensor
@@ -93,7 +93,7 @@ class TokenTable:
     request: torch.Tensor
     slots: torch.Tensor
     host: HostTokens | None = None
-    numbers: torch.Tensor | None = None
+    mrope_positions: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.host is None and host_reads(self.positions.device):
@@ -115,7 +115,7 @@ class TokenTable:
             self.request[there],
             self.slots[there],
             host,
-            None if self.numbers is None else self.numbers[:, there],
+            None if self.mrope_positions is None else self.mrope_positions[:, there],
         )
 
     def parts(self, size: int) -> Iterator[tuple[slice, TokenTable]]:
@@ -127,7 +127,7 @@ class TokenTable:
     @property
     def rotary_positions(self) -> torch.Tensor:
         """What the model is given: int64 `[tokens]`, or `[3, tokens]` beside images."""
-        return self.positions if self.numbers is None else self.numbers
+        return self.positions if self.mrope_positions is None else self.mrope_positions
 
     def read_host(self) -> HostTokens:
         """Positions and requests; waits for the device where only that knows them."""

@@ -26,19 +26,20 @@ NEVER_DONATES = ("multimodal", "prompt_embeds", "streaming_input")
 
 
 def bypass_reason(request: Request, images: PromptImages | None) -> str | None:
-    """Why a request of this kind never reuses, or None.
+    """Why a request of this kind never reuses, or None. Of several reasons it is the one for which
+    the request does not donate either.
 
     Args:
         images: of the request; None: it has none, or they cannot be told apart.
     """
     params = request.sampling_params
     reasons = {
-        "pooling": params is None,
-        "prompt_logprobs": params is not None and params.prompt_logprobs is not None,
-        "prefix_cache_skipped": request.skip_reading_prefix_cache,
         "multimodal": bool(request.mm_features) and images is None,
         "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
         "streaming_input": request.resumable,
+        "pooling": params is None,
+        "prompt_logprobs": params is not None and params.prompt_logprobs is not None,
+        "prefix_cache_skipped": request.skip_reading_prefix_cache,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

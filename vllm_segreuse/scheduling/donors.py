@@ -197,7 +197,9 @@ class Donors(BlockListener):
             depths=depths,
             facts=BlockFacts(
                 contexts=tracked.prompt.contexts(np.arange(first, last, dtype=np.int32)),
-                lags=None if images is None else images.lags(first * size, last * size),
+                position_offsets=None
+                if images is None
+                else images.position_offsets(first * size, last * size),
             ),
         )
         # Their tokens would mean nothing to those who compare text.

@@ -36,8 +36,8 @@ class ExactNames:
         tracked = self._requests.get(request_id)
         return TO_THE_END if tracked is None else tracked.exact_stop
 
-    def misses_room(self, request_id: str, blocks: int) -> None:
+    def allocation_failed(self, request_id: str, blocks: int) -> None:
         """A request that pins donors would wait for these for ever: it gives up as many next."""
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.plan is not None:
-            tracked.misses_room = blocks
+            tracked.allocation_failed = blocks

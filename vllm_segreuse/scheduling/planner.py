@@ -242,7 +242,7 @@ class Planner:
         if state.fresh:
             self._budget.lookups += 1
             return None
-        more, tracked.misses_room = tracked.misses_room, 0
+        more, tracked.allocation_failed = tracked.allocation_failed, 0
         state = state._replace(blocks_needed=state.blocks_needed + more)
         try:
             return self._admit(tracked, found, start, stop, state)
@@ -455,7 +455,7 @@ class Planner:
             explains=tracked.tags.explains,
             restoration=restoration,
             left_out=matches.num_tokens - pieces.num_tokens,
-            numbers=None if images is None else images.numbers(start, stop + 1),
+            mrope_positions=None if images is None else images.mrope_positions(start, stop + 1),
         )
 
     def _missing_beside(self, donor_blocks: Iterable[int], state: PrefixState) -> int:

@@ -31,7 +31,7 @@ class SchedulerSide:
     """One per engine.
 
     Args:
-        parts: what it is made of (`features/in_scheduler.py`).
+        parts: what it is made of (`config/in_scheduler.py`).
 
     Attributes:
         parts: as above.

@@ -179,8 +179,8 @@ class TrackedRequest:
         observed: the plan that would have been carried out.
         report: outcome of its first admission.
         decision: the last one.
-        misses_room: blocks for want of which its plan was not allocated, although nobody else held
-            any.
+        allocation_failed: blocks for want of which its plan was not allocated, although nobody
+            else held any.
     """
 
     request_id: str
@@ -195,7 +195,7 @@ class TrackedRequest:
     observed: ReusePlan | None = None
     report: Report | None = None
     decision: Decision = field(default_factory=Decision)
-    misses_room: int = 0
+    allocation_failed: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from vllm_segreuse.features.trained.documents.model import names_of
+from vllm_segreuse.model.documents.folder import names_of
 from vllm_segreuse.options.parsing import DOCUMENTS, EXTRA_KEYS, OPTION_PREFIX, RequestError
 from vllm_segreuse.serve.documents import check_body
 from vllm_segreuse.serve.named import XARGS, names_in

@@ -15,8 +15,8 @@ from vllm_segreuse.features.knowledge.engine import ServedEngine
 from vllm_segreuse.features.knowledge.origin import serving_clients
 from vllm_segreuse.features.knowledge.parallel import ParallelEngines
 from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
-from vllm_segreuse.features.trained.documents.model import names_of
 from vllm_segreuse.features.viewer.recent import Recent, watching
+from vllm_segreuse.model.documents.folder import names_of
 
 logger = init_logger("vllm.segreuse")
 

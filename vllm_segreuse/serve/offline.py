@@ -29,6 +29,7 @@ from vllm_segreuse.features.knowledge.engine import (
     was_frozen,
 )
 from vllm_segreuse.features.knowledge.naming import NamedDocument
+from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler_of
 from vllm_segreuse.features.knowledge.schemas import (
     MAX_DOCUMENTS,
     AddDocuments,
@@ -41,7 +42,6 @@ from vllm_segreuse.features.knowledge.schemas import (
     WarmDocuments,
 )
 from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
-from vllm_segreuse.features.scheduler_calls import call_scheduler_of
 from vllm_segreuse.plan import FreezeOrder
 
 _T = TypeVar("_T")

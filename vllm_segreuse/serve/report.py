@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from vllm_segreuse.features.trained.documents.model import names_of
+from vllm_segreuse.model.documents.folder import names_of
 from vllm_segreuse.options.parsing import EXTRA_KEYS
 
 _DONE = "data: [DONE]"

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from vllm_segreuse.features.bodies import json_or_nothing
-from vllm_segreuse.features.scheduler_calls import call_scheduler
+from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.options import server
 from vllm_segreuse.options.server import OBSERVE
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from vllm_segreuse.features.audit.audits import Audit
 from vllm_segreuse.features.audit.options import AuditServer
 from vllm_segreuse.features.audit.start import start_audits
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import AuditDone, AuditOrders, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
+from vllm_segreuse.scheduling.making import Making
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

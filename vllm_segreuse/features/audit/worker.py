@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vllm_segreuse.compat import sampler
 from vllm_segreuse.features.audit.recorder import Recorder
 from vllm_segreuse.plan import AuditDone, AuditOrders
-from vllm_segreuse.prefill.feature import WorkerFeature
-
-if TYPE_CHECKING:
-    from vllm_segreuse.features.in_worker import MakingWorker
+from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 
 
 class AuditRecording(WorkerFeature):

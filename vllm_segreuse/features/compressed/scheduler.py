@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from vllm_segreuse.features.compressed.compression import Compression
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import PlanOutcome
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Arriving, Ending, Feature
+from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.tracked import TrackedRequest
 
 if TYPE_CHECKING:

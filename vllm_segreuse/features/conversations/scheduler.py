@@ -9,10 +9,10 @@ from dataclasses import replace
 from vllm_segreuse.features.conversations.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.features.conversations.options import ConversationOptions
 from vllm_segreuse.features.conversations.turns import Turns
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
+from vllm_segreuse.scheduling.making import Making
 
 
 class Continued(Feature):

@@ -19,11 +19,11 @@ from vllm_segreuse.features.explain.reasons import (
     with_acceptance,
     with_recomputed,
 )
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.arrival import RecentAdapters
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
+from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAVED, TrackedRequest
 
 if TYPE_CHECKING:

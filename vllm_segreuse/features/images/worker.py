@@ -3,12 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm_segreuse.prefill.feature import WorkerFeature
-
-if TYPE_CHECKING:
-    from vllm_segreuse.features.in_worker import MakingWorker
+from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 
 
 class ProvenImages(WorkerFeature):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of a model that reads anchors in the place of text
-(`features/trained/documents/anchors.py`).
+(`model/documents/anchors.py`).
 
     chunk 1      start c c c c a1 a2                a1 a2 are kept
     chunk 2      start a1 a2 c c c c a1 a2          the first a1 a2 are copied, the last kept
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from vllm_segreuse.features.knowledge.engine import Engine, NotFrozenError, all_frozen
 from vllm_segreuse.features.knowledge.store import Tokens
-from vllm_segreuse.features.trained.documents.anchors import Anchors
+from vllm_segreuse.model.documents.anchors import Anchors
 from vllm_segreuse.options.parsing import ANCHORS, EXTRA_KEYS, FREEZE
 from vllm_segreuse.plan import AnchorOrder, FreezeOrder
 

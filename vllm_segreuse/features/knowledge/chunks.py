@@ -21,8 +21,8 @@ import numpy as np
 from vllm_segreuse.features.knowledge.compression import CompressionSettings
 from vllm_segreuse.features.knowledge.errors import InvalidError
 from vllm_segreuse.features.knowledge.store import Tokens
-from vllm_segreuse.features.trained.documents.anchors import Anchors
-from vllm_segreuse.features.trained.documents.layout import padded
+from vllm_segreuse.model.documents.anchors import Anchors
+from vllm_segreuse.model.documents.layout import padded
 
 
 class Shape(NamedTuple):

@@ -23,7 +23,7 @@ from vllm_segreuse.features.knowledge.chunks import Shape, lengths_of, shape_for
 from vllm_segreuse.features.knowledge.compression import CompressionSettings
 from vllm_segreuse.features.knowledge.engine import Engine, NotFrozenError, all_frozen
 from vllm_segreuse.features.knowledge.store import Tokens
-from vllm_segreuse.features.trained.documents.anchors import Anchors
+from vllm_segreuse.model.documents.anchors import Anchors
 from vllm_segreuse.options.parsing import COPY, EXTRA_KEYS, FREEZE, SCORE
 from vllm_segreuse.plan import CopyOrder, FreezeOrder, ScoreOrder
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vllm_segreuse.features.knowledge.errors import UnavailableError
 from vllm_segreuse.features.knowledge.origin import own_requests
-from vllm_segreuse.features.scheduler_calls import call_scheduler
+from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.options.parsing import EXTRA_KEYS, FREEZE
 from vllm_segreuse.plan import FreezeOrder
 

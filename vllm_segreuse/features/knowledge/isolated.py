@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from vllm_segreuse.features.knowledge.errors import InvalidError
 from vllm_segreuse.features.knowledge.store import BaseRecord
-from vllm_segreuse.features.trained.documents.anchors import Anchors
-from vllm_segreuse.features.trained.documents.layout import Layout, Names
-from vllm_segreuse.features.trained.documents.model import layout_of, names_of
+from vllm_segreuse.model.documents.anchors import Anchors
+from vllm_segreuse.model.documents.folder import layout_of, names_of
+from vllm_segreuse.model.documents.layout import Layout, Names
 
 ALONE = "this model was trained on documents computed alone"
 

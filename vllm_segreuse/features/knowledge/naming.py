@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from vllm_segreuse.features.knowledge.store import Tokens
-from vllm_segreuse.features.trained.documents.places import places
+from vllm_segreuse.model.documents.places import places
 from vllm_segreuse.options.parsing import DOCUMENTS
 
 

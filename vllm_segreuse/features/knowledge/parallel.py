@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_segreuse.features.knowledge.engine import Answer, ServedEngine
-from vllm_segreuse.features.scheduler_calls import call_schedulers
+from vllm_segreuse.features.knowledge.scheduler_calls import call_schedulers
 from vllm_segreuse.plan import FreezeOrder
 
 State = Mapping[str, Any]

@@ -10,10 +10,10 @@ from vllm_segreuse.features.knowledge.freezing import Freezing, MakePart
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.features.knowledge.kept import KeepingTier
 from vllm_segreuse.features.knowledge.options import KnowledgeOptions
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.plan import FreezeOrder, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
+from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.tracked import TrackedRequest
 
 Compressed = Callable[[TrackedRequest], MakePart | None]

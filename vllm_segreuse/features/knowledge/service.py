@@ -48,7 +48,7 @@ from vllm_segreuse.features.knowledge.restoring import restore
 from vllm_segreuse.features.knowledge.scheduler_state import SchedulerState, Uses
 from vllm_segreuse.features.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
 from vllm_segreuse.features.knowledge.warming import AT_ONCE, Urgency, Warming
-from vllm_segreuse.features.trained.documents.anchors import Anchors
+from vllm_segreuse.model.documents.anchors import Anchors
 from vllm_segreuse.options.parsing import DOCUMENTS
 from vllm_segreuse.options.server import ServerOptions
 

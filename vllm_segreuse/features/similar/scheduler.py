@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.images import PromptImages
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.features.similar.options import SimilarityOptions, SimilarRequest, SimilarServer
 from vllm_segreuse.features.similar.start import similar_segments
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.policies import WITHOUT_CHOICE
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Ending, Feature
+from vllm_segreuse.scheduling.making import Making
 
 if TYPE_CHECKING:
     from vllm_segreuse.features.similar.finder import SimilarFinder

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_segreuse.features.making import Making
+from vllm_segreuse.features.tier.own_prefix import OwnPrefix
+from vllm_segreuse.features.tier.store import TierStore
 from vllm_segreuse.plan import ReusePlan, TierDone, TierOrders
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Arriving, Feature
+from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.tracked import Bypass
-from vllm_segreuse.tier.own_prefix import OwnPrefix
-from vllm_segreuse.tier.store import TierStore
 
 
 class Tiering(Feature):

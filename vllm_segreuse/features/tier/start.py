@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
+from segreuse_store import Owner
 from vllm_segreuse.features.knowledge.options import KnowledgeOptions
+from vllm_segreuse.features.tier.catalogue import RecordCatalogue
+from vllm_segreuse.features.tier.files import FileTier, open_files
+from vllm_segreuse.features.tier.fingerprint import model_fingerprint
+from vllm_segreuse.features.tier.host_rows import HostRows
+from vllm_segreuse.features.tier.naming import exact_key, record_keys
 from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.features.tier.store import RecordPlaces, TierStore
 from vllm_segreuse.scheduling.core import Core
-from vllm_segreuse.tier.catalogue import RecordCatalogue
-from vllm_segreuse.tier.files import open_file_tier
-from vllm_segreuse.tier.fingerprint import model_fingerprint
-from vllm_segreuse.tier.host_rows import HostRows
-from vllm_segreuse.tier.naming import exact_key, record_keys
-from vllm_segreuse.tier.seats import Owner
-from vllm_segreuse.tier.store import RecordPlaces, TierStore
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -43,19 +43,19 @@ def start_tier(core: Core, options: TierOptions, region: SharedOffloadRegion) ->
         RefusedError: files cannot be kept where the options say.
     """
     rows = HostRows(region, options.zeroise)
-    domain, files = os.urandom(32), None
+    view, domain, files = rows.get_kv_memoryview(), os.urandom(32), None
     if options.path is not None:
         domain = model_fingerprint(core.vllm_config, core.group, options.codec)
         rank = core.vllm_config.parallel_config.data_parallel_index
-        files = open_file_tier(
+        files = open_files(
             options,
-            rows.get_kv_memoryview(),
+            view,
             domain,
             describe=lambda key: store.describe(key),
             owner=Owner(KnowledgeOptions.of(core.config).knowledge_path, rank),
             on_erased=lambda keys: store.erased_elsewhere(keys),
         )
-    manager = TieringOffloadingManager(rows, [] if files is None else [files])
+    manager = TieringOffloadingManager(rows, [] if files is None else [FileTier(view, files)])
     catalogue = RecordCatalogue(
         core.index,
         core.namespaces,

@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Self
 from vllm.distributed import get_tp_group
 
 from vllm_segreuse.compat.model_runner import loaded_model
+from vllm_segreuse.features.tier.copying import TierWorker, mover_for
 from vllm_segreuse.features.tier.options import TierOptions, TierServer
+from vllm_segreuse.features.tier.region import HostRegion, open_region
+from vllm_segreuse.features.tier.weights import ModelWeights
 from vllm_segreuse.plan import TierDone, TierOrders
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.feature import WorkerFeature
-from vllm_segreuse.tier.region import HostRegion, open_region
-from vllm_segreuse.tier.weights import ModelWeights
-from vllm_segreuse.tier.worker import TierWorker, mover_for
+from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-    from vllm_segreuse.features.in_worker import MakingWorker
 
 
 class TierCopying(WorkerFeature):

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.features.tracing.spans import headers_of, is_traced, match_span
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Feature
+from vllm_segreuse.scheduling.making import Making
 
 
 class Tracing(Feature):

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_segreuse.features.tracing.spans import PASS, is_traced, span
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.prefill.feature import WorkerFeature
-
-if TYPE_CHECKING:
-    from vllm_segreuse.features.in_worker import MakingWorker
+from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 
 
 class PassSpans(WorkerFeature):

@@ -9,8 +9,8 @@ from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.audit.options import AuditServer
 from vllm_segreuse.features.similar.options import SimilarServer
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.features.trained.documents.layout import Layout, LayoutError
-from vllm_segreuse.features.trained.documents.model import layout_of
+from vllm_segreuse.model.documents.folder import layout_of
+from vllm_segreuse.model.documents.layout import Layout, LayoutError
 from vllm_segreuse.options.server import ServerOptions
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.features.trained import requests as isolated
-from vllm_segreuse.features.trained.documents.layout import Layout
 from vllm_segreuse.features.trained.refusals import POLICY
+from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
+from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest, Use
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class BlockAttention(Feature, OwnRequests):
             return supplied
         cold, manager = self.requests.cold, self._core.manager
         reason = tracked.decision.reason
-        anybody = kv_cache_manager.is_anybody_admitted(manager) or cold.holds_for_others(
+        anybody = kv_cache_manager.has_running_requests(manager) or cold.holds_for_others(
             request.request_id
         )
         if reason != "no_free_blocks" or not anybody:

@@ -18,8 +18,8 @@ from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 import vllm_segreuse
+from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.features.knowledge.service import service_of
-from vllm_segreuse.features.scheduler_calls import call_scheduler
 from vllm_segreuse.features.viewer.asking import EXCERPT_TOKENS, ExplainError, read_request
 from vllm_segreuse.features.viewer.door import SESSION
 from vllm_segreuse.features.viewer.figures import figures

@@ -3,7 +3,7 @@
 defines
 
 - `PROGRAM`: that type;
-- `run(program, layers, batch)`: computes the batch's plans, which have this program, in waves;
+- `run(program, layers, batch)`: computes the batch's plans, which have this program, in chunks;
 - `proof_cases(num_layers)`: what the start-up proof has it compute (`base.ProofCase`).
 """
 
@@ -15,9 +15,9 @@ from vllm_segreuse.plan import Program
 from vllm_segreuse.plan.discovery import modules_of
 from vllm_segreuse.prefill.acceptance import Halos
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
-from vllm_segreuse.prefill.waves import Waves
 
 
 def find_programs() -> dict[type[Program], ModuleType]:
@@ -28,7 +28,7 @@ def find_programs() -> dict[type[Program], ModuleType]:
 PROGRAMS = find_programs()
 
 
-def run(layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+def run(layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     """Compute the plans of a batch by their program, and compare halos where it has checks."""
     halos = Halos(layers, batch) if any(plan.check for plan in batch.plans) else None
     computed: Computed = yield from PROGRAMS[type(batch.program)].run(batch.program, layers, batch)

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from vllm_segreuse.plan import Boundary
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
 from vllm_segreuse.prefill.scores import Scores
 from vllm_segreuse.prefill.selection import choose_tokens
-from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Boundary
 
 
-def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     """Choose by the attention that the probes pay at the scored layer.
 
     Behind the dense layers, only what is always computed goes on to that layer before the choice.

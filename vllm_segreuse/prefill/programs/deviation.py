@@ -9,15 +9,15 @@ import torch
 from vllm_segreuse.model.kv_format import kv_scales, typed_pages
 from vllm_segreuse.plan import Deviation
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
 from vllm_segreuse.prefill.selection import choose_tokens
-from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Deviation
 
 
-def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     """Choose by the squared distance of keys and values."""
     boundary = program.dense_layers
     state = yield from layers.run(0, boundary, batch.tokens, None, batch)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from vllm_segreuse.plan import Fixed
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import LONG_STRETCH, Computed, ProofCase
-from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Fixed
 
 
-def run(program: Fixed, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+def run(program: Fixed, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     """All tokens through the dense layers, those that are always computed through the others."""
     active = batch.always
     tokens = batch.tokens.take(active)

@@ -8,17 +8,17 @@ import torch
 
 from vllm_segreuse.plan import Gather, Probed
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.drift import MovedValues
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed, ProofCase
 from vllm_segreuse.prefill.scores import Scores
 from vllm_segreuse.prefill.selection import choose_tokens
-from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Probed
 
 
-def run(program: Probed, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+def run(program: Probed, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     """Choose by the attention that the probes pay."""
     scored, probes = program.scored_layers(layers.model), batch.probes
     scores = Scores(layers, batch, scored, program.gather)

@@ -6,15 +6,15 @@ from __future__ import annotations
 from vllm_segreuse.model.layers import LayerState
 from vllm_segreuse.plan import Staged
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import LONG_STRETCH, Computed, ProofCase
 from vllm_segreuse.prefill.tokens import Index
-from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Staged
 
 
-def run(program: Staged, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+def run(program: Staged, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     """The layers up to each cut on what has come there, and on more tokens behind it."""
     active, state, first = batch.always, None, 0
     for cut in program.cuts:
@@ -32,7 +32,7 @@ def _run(
     state: LayerState | None,
     layers: LayerRunner,
     batch: Batch,
-) -> Waves[LayerState | None]:
+) -> Chunks[LayerState | None]:
     if not len(active):
         return None
     return (yield from layers.run(first, last, batch.tokens.take(active), state, batch))

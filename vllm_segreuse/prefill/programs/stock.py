@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from vllm_segreuse.plan import Stock
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import LONG_STRETCH, Computed, ProofCase
-from vllm_segreuse.prefill.waves import Waves
 
 PROGRAM = Stock
 
 
-def run(_: Stock, layers: LayerRunner, batch: Batch) -> Waves[Computed]:
+def run(_: Stock, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     """The model's own forward on the tokens that are always computed."""
     active = batch.always
     if not len(active):

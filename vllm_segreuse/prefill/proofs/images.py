@@ -81,7 +81,7 @@ def _prove_numbers(model: nn.Module, config: ModelConfig) -> int:
             raise UnsupportedModelError(
                 f"{name} does not number images by their grid alone ({error!r})"
             ) from error
-        expected = torch.from_numpy(images.numbers(0, count + 1)).long()
+        expected = torch.from_numpy(images.mrope_positions(0, count + 1)).long()
         numbers = torch.as_tensor(numbers)
         if (
             numbers.shape != (ROWS, count)
@@ -121,11 +121,11 @@ def prove_moved_images(scratch: Scratch, prefill: SparsePrefill) -> None:
     one, whose numbers are not its indices.
     """
     side = max(1, math.isqrt(scratch.count // 3))
-    scratch.numbers = Images([Image(scratch.count // 8, side, side + 1)]).numbers(
+    scratch.mrope_positions = Images([Image(scratch.count // 8, side, side + 1)]).mrope_positions(
         0, scratch.count + 1
     )
     try:
         prove_rotations(scratch)
         prove_passes(scratch, prefill)
     finally:
-        scratch.numbers = None
+        scratch.mrope_positions = None

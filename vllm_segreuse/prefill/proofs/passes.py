@@ -141,7 +141,7 @@ def plan_of(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -
         0,
         scratch.copy,
         token_at_stop=int(scratch.token_ids[0]),
-        numbers=scratch.numbers,
+        mrope_positions=scratch.mrope_positions,
     )
 
 

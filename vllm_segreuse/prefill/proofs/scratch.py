@@ -83,7 +83,7 @@ class Scratch:
         self.token_ids = generator.integers(1, vocabulary, self.count, dtype=np.int32)
         self.own = np.arange(1, 1 + _BLOCKS, dtype=np.int32)
         self.copy = self.own + _BLOCKS
-        self.numbers: np.ndarray | None = None
+        self.mrope_positions: np.ndarray | None = None
 
     def forward(self, distance: int = 0) -> None:
         """The model's own forward on the scratch tokens, with positions from `distance` on."""
@@ -134,9 +134,9 @@ class Scratch:
             return (run or self.stack.forward)(tokens.token_ids, self._rotary(positions) + distance)
 
     def _rotary(self, positions: torch.Tensor) -> torch.Tensor:
-        if self.numbers is None:
+        if self.mrope_positions is None:
             return positions
-        numbers = self.numbers[:, positions.cpu().numpy()].astype(np.int64)
+        numbers = self.mrope_positions[:, positions.cpu().numpy()].astype(np.int64)
         return torch.from_numpy(numbers).to(positions.device)
 
     def clear_copy(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from vllm_segreuse.features.scheduler_calls import call_scheduler
+from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler
 
 router = APIRouter()
 

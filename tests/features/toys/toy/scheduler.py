@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from vllm_segreuse.features.making import Making
 from vllm_segreuse.features.toy.options import ToyRequest, ToyServer
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Arriving, Ending, Feature
+from vllm_segreuse.scheduling.making import Making
 
 
 class Greeting(Feature):

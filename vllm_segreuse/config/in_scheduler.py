@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's half of an engine, made with all of its features."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
+
+from vllm_segreuse.cache.finder import ContentFinder
+from vllm_segreuse.cache.forgotten import Forgotten
+from vllm_segreuse.cache.matcher import warm_up
+from vllm_segreuse.compat import kv_cache_manager, triton_dispatcher
+from vllm_segreuse.engine.kv_group import KvGroup
+from vllm_segreuse.engine.metrics import Counted
+from vllm_segreuse.features import having
+from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
+from vllm_segreuse.features.tier.options import TierOptions, TierServer
+from vllm_segreuse.features.tier.start import most_records, start_tier
+from vllm_segreuse.model.documents.layout import Layout
+from vllm_segreuse.options.server import STEP_TOKENS, ServerOptions
+from vllm_segreuse.plan import ModelLayers, ReusePlan
+from vllm_segreuse.scheduling.budget import StepBudget
+from vllm_segreuse.scheduling.core import Core
+from vllm_segreuse.scheduling.donors import Donors
+from vllm_segreuse.scheduling.exact_names import ExactNames
+from vllm_segreuse.scheduling.feature import Features
+from vllm_segreuse.scheduling.making import Making
+from vllm_segreuse.scheduling.methods import Methods
+from vllm_segreuse.scheduling.parts import Parts
+from vllm_segreuse.scheduling.planner import Planner
+from vllm_segreuse.scheduling.reporting import Accounts
+from vllm_segreuse.scheduling.scheduler import SchedulerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+FORGOTTEN_PER_BLOCK = 4
+"""Blocks that no longer donate are remembered, for each that there is: 36 bytes."""
+
+
+def scheduler_side(
+    vllm_config: VllmConfig,
+    config: ServerOptions,
+    manager: KVCacheManager,
+    stats: Counted,
+    group: KvGroup,
+    region: SharedOffloadRegion | None = None,
+    layout: Layout | None = None,
+) -> SchedulerSide:
+    """That of an engine.
+
+    Args:
+        vllm_config: the engine's.
+        config: the server's options.
+        manager: vLLM's; its block pool becomes a `SegmentBlockPool`.
+        stats: counts what happens.
+        group: whose blocks are reused.
+        region: host memory of the second tier, if there is one.
+        layout: of prompts, where the model was trained on documents computed alone.
+    """
+    triton_dispatcher.install()  # numba is loaded from here on
+    kv_cache_manager.install()
+    warm_up()
+    options = TierServer.of(config).tier or TierOptions()
+    records = 0 if region is None else most_records(region, options)
+    core = Core.of(vllm_config, config, manager, group, stats, records)
+    making = Making(
+        core,
+        ContentFinder(core.index, config.max_provenance_depth),
+        Forgotten(core.index, core.namespaces, FORGOTTEN_PER_BLOCK * core.num_blocks),
+        None if region is None else start_tier(core, options, region),
+        layout,
+    )
+    return SchedulerSide(_parts(making, _features(making)))
+
+
+def _features(making: Making) -> Features:
+    """Those that the engine needs, in their order."""
+    for module in having("scheduler"):
+        feature = module.start(making)
+        if feature is not None:
+            making.made.append(feature)
+    return Features(making.made)
+
+
+def _parts(making: Making, features: Features) -> Parts:
+    core, store = making.core, making.store
+    layers = ModelLayers.of_full_attention(
+        core.vllm_config.model_config.get_num_layers(core.vllm_config.parallel_config)
+    )
+    methods = Methods(
+        core.block_size,
+        layers,
+        making.by_content,
+        [feature.finder for feature in features.having("finder")],
+    )
+    donors = Donors(
+        core.index,
+        core.requests,
+        core.config.max_provenance_depth,
+        core.health,
+        making.forgotten,
+        [follower for feature in features for follower in feature.followers],
+    )
+    budget = StepBudget(_step_tokens(core))
+    make_room = making.earlier(FrozenDocuments).freezing.make_room
+    planner = Planner(
+        core.requests,
+        core.pool,
+        make_room,
+        budget,
+        core.health,
+        core.block_size,
+        is_spread=functools.partial(_is_spread, core, methods),
+        clock=time.perf_counter,
+        on_match=functools.partial(core.stats.observe, "match_seconds"),
+        tier=store,
+    )
+    core.pool.attach(
+        ExactNames(core.requests),
+        budget,
+        make_room,
+        features.listeners(donors),
+        keeps_evicted=store is not None,
+    )
+    return Parts(core, methods, Accounts(core.stats, layers), features, donors, planner)
+
+
+def _step_tokens(core: Core) -> int:
+    """Most tokens that the plans of one step compute."""
+    device = "cpu" if current_platform.is_cpu() else "other"
+    wanted = core.config.max_step_tokens or STEP_TOKENS[device]
+    return min(wanted, core.vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def _is_spread(core: Core, methods: Methods, plan: ReusePlan) -> bool:
+    """Whether a plan is so large that others who run would wait for it too long, or that its states
+    would not fit beside those of another that is under way (`features/memory.py`).
+
+    vLLM keeps an adapter loaded in the steps of its requests only, so a plan with an adapter is
+    carried out in one step. So is one of a prompt with images, behind which vLLM may have to go on
+    with a new one.
+    """
+    most = core.vllm_config.scheduler_config.max_num_batched_tokens
+    above = core.config.spread_work(most, methods.layers.count)
+    if plan.lora_id or plan.mrope_positions is not None or above is None:
+        return False
+    if not kv_cache_manager.has_running_requests(core.manager):
+        return False
+    return plan.layer_tokens(methods.layers) > above or plan.active_tokens > most

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the halves of features are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.forgotten import Forgotten
+from vllm_segreuse.scheduling.core import Core
+from vllm_segreuse.scheduling.feature import F, Feature, Features
+
+if TYPE_CHECKING:
+    from vllm_segreuse.model.documents.layout import Layout
+
+
+@dataclass
+class Making:
+    """Of one engine, in the scheduler's process.
+
+    Attributes:
+        core: what features share.
+        by_content: finds equal segments.
+        forgotten: what donates no more.
+        store: the second tier (`TierStore`); None: there is none.
+        layout: of prompts, where the model was trained on documents computed alone.
+        made: features that come before, in order.
+    """
+
+    core: Core
+    by_content: Finder
+    forgotten: Forgotten
+    store: Any
+    layout: Layout | None
+    made: list[Feature] = field(default_factory=list)
+
+    def earlier(self, kind: type[F]) -> F:
+        """The feature of this class, which is made already.
+
+        Raises:
+            LookupError: it comes later in the list, or this engine does without it.
+        """
+        found = Features(self.made).find(kind)
+        if found is None:
+            raise LookupError(f"{kind.__name__} is not made: it has to come earlier in FEATURES")
+        return found
