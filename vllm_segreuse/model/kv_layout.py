@@ -11,6 +11,7 @@ cannot be expressed so is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -119,36 +120,38 @@ def _written_as(
 
 def _fit(located: np.ndarray) -> TiledStrides:
     """Express element positions `[head, token, channel]` as `TiledStrides`, exactly."""
-    heads, tokens, channels = shape = located.shape
+    shape = located.shape
     offset = int(located[0, 0, 0])
-    head = int(located[1, 0, 0]) - offset if heads > 1 else 0
-    h = np.arange(heads).reshape(-1, 1, 1)
-    o = np.arange(tokens).reshape(1, -1, 1)
-    d = np.arange(channels).reshape(1, 1, -1)
-    for token_tile in _tiles(tokens):
-        for channel_tile in _tiles(channels):
-            strides = TiledStrides(
-                shape,
-                offset,
-                head,
-                token_tile,
-                _step(located[0, :, 0], token_tile),
-                _step(located[0, :, 0], 1),
-                channel_tile,
-                _step(located[0, 0, :], channel_tile),
-                _step(located[0, 0, :], 1),
-            )
-            expected = (
-                offset
-                + h * head
-                + o // token_tile * strides.token_hi
-                + o % token_tile * strides.token_lo
-                + d // channel_tile * strides.channel_hi
-                + d % channel_tile * strides.channel_lo
-            )
-            if (expected == located).all():
-                return strides
+    head = int(located[1, 0, 0]) - offset if shape[0] > 1 else 0
+    by_head = head * np.arange(shape[0]).reshape(-1, 1, 1)
+    for token_tile, token_hi, token_lo, by_token in _tilings(located[0, :, 0]):
+        for channel_tile, channel_hi, channel_lo, by_channel in _tilings(located[0, 0, :]):
+            if (offset + by_head + by_token.reshape(-1, 1) + by_channel == located).all():
+                return TiledStrides(
+                    shape,
+                    offset,
+                    head,
+                    token_tile,
+                    token_hi,
+                    token_lo,
+                    channel_tile,
+                    channel_hi,
+                    channel_lo,
+                )
     raise PageLayoutError("the page layout is not a tiling by tokens and channels")
+
+
+def _tilings(line: np.ndarray) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """Tile size, strides of tiles and within them, and offsets, of each tiling that has this line.
+
+    The other tilings fit no page with this line: of a whole page no more are compared.
+    """
+    at = np.arange(len(line))
+    for tile in _tiles(len(line)):
+        high, low = _step(line, tile), _step(line, 1)
+        offsets = at // tile * high + at % tile * low
+        if (line[0] + offsets == line).all():
+            yield tile, high, low, offsets
 
 
 def _tiles(extent: int) -> list[int]:
