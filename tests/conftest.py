@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from bench.server import cpu_environment
-from tests import support
+from tests import selection, support
 from tests.libraries import built, widest  # noqa: F401 - fixtures
 
 # Before anything imports torch or vLLM, which read them once. What the caller has set stays.
@@ -24,7 +24,7 @@ if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores // _workers)))
 
 # A shared machine may stall for longer than any deadline; what fails is printed to be repeated.
-# `make quick` tries the same few examples each time, `.ci/run` many and always others.
+# `make quick` and `.ci/run` try the same few examples each time, `make everything` many and others.
 settings.register_profile(
     "quick", deadline=None, print_blob=True, max_examples=30, derandomize=True
 )
@@ -90,14 +90,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts engines or servers as `e2e`, and run it after everything else; leave the
     slow ones out, unless they are wanted, and skip what this machine cannot run."""
-    if not config.getoption("--slow"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    selection.check(items, _E2E)
     for item in items:
         support.note(item)
         support.note_patches(item)
         support.leave_out(item)
         if item.path.is_relative_to(_E2E):
             item.add_marker(pytest.mark.e2e)
+    if not config.getoption("--slow"):
+        slow = [item for item in items if selection.is_slow(item)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not selection.is_slow(item)]
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)  # stable

@@ -5,15 +5,17 @@ device and version of vLLM.
 A test says so by the marker `shows`: `@pytest.mark.shows("recompute")`. The family is its parameter
 `shape`, that which `by=` names (or the first value of it), or `family=` of the marker. The marker
 `patches` names files of `compat/` that the test runs, in a real engine or server. `--support
-record` adds what a run has shown to the file; `--support check` is for complete runs: it fails if
-the file has anything else for this device and version.
+record` adds what a run has shown to the file; `--support check` fails if the file has anything else
+for this device and version, but for what only tests show that the run leaves out.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,8 @@ PATCH = "compat/"
 
 Shown = dict[str, dict[str, list[str]]]
 """Features by family or patch, by device and version of vLLM."""
+
+_LEFT_OUT = "support_left_out"
 
 
 def note(item: pytest.Item) -> None:
@@ -121,9 +125,21 @@ class Recorder:
         elif report.skipped and "lacks" in dict(report.user_properties):
             self._left_out |= _features(report)
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Tests are left out: those that are slow, or not chosen by `-m` or `-k`."""
+        for item in items:
+            self._left_out |= _features(item)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A process of xdist has ended; it alone knows what it has left out."""
+        left_out = getattr(node, "workeroutput", {}).get(_LEFT_OUT, ())
+        self._left_out |= {(family, feature) for family, feature in left_out}
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """All tests are over."""
-        if hasattr(session.config, "workerinput"):
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[_LEFT_OUT] = sorted(self._left_out)
             return
         recorded: Shown = json.loads(self._file.read_text()) if self._file.is_file() else {}
         before = {(it, one) for it, all_ in recorded.get(self._device, {}).items() for one in all_}
@@ -136,7 +152,7 @@ class Recorder:
         self._file.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
 
 
-def _features(report: pytest.TestReport) -> set[tuple[str, str]]:
+def _features(report: pytest.TestReport | pytest.Item) -> set[tuple[str, str]]:
     pairs = (str(value).split() for name, value in report.user_properties if name == "shows")
     return {(family, feature) for family, feature in pairs}
 

@@ -79,6 +79,26 @@ def test_a_check_does_not_miss_what_this_machine_cannot_show(tmp_path: Path) -> 
     assert recorded(file, skipped, mode="check") == 1, "skipped for another reason"
 
 
+def test_a_check_does_not_miss_what_the_run_leaves_out(tmp_path: Path) -> None:
+    """In this process, or in one of xdist, which says so as it ends."""
+    file = tmp_path / "support.json"
+    file.write_text(json.dumps({"cpu": {"llama": ["fp8", "tp"], "qwen3": ["tp"]}}))
+    worker, other = support.Recorder("check", "cpu", file), support.Recorder("check", "cpu", file)
+    worker.pytest_deselected([report("llama fp8"), report("llama tp")])
+    ended = SimpleNamespace(config=SimpleNamespace(workeroutput={}), exitstatus=0)
+    worker.pytest_sessionfinish(ended)
+    assert ended.exitstatus == 0, "only the process that has all results compares"
+    other.pytest_testnodedown(SimpleNamespace(workeroutput=ended.config.workeroutput), None)
+    other.pytest_testnodedown(SimpleNamespace(), "a process that was killed says nothing")
+    for recorder in (worker, other):
+        missing, whole = session(), session()
+        recorder.pytest_sessionfinish(missing)
+        assert missing.exitstatus == 1, "qwen3 is shown by no test"
+        recorder.pytest_runtest_logreport(report("qwen3 tp"))
+        recorder.pytest_sessionfinish(whole)
+        assert whole.exitstatus == 0
+
+
 def item(*markers: Any, **parameters: Any) -> Any:
     added: list[str] = []
     return SimpleNamespace(

@@ -21,7 +21,9 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[: len(ENGINES)])),
 }
 MARKS = [
-    pytest.mark.slow,
+    pytest.mark.slow(
+        "two engines behind one address", instead="e2e/test_http_api e2e/test_knowledge"
+    ),
     pytest.mark.skipif(len(CORES) < len(ENGINES), reason="needs a core for each engine"),
 ]
 

@@ -13,7 +13,12 @@ import pytest
 from bench.shapes import make_model, passages
 from tests.e2e.server import SMALL
 
-pytestmark = [pytest.mark.slow, pytest.mark.patches("run_batch")]
+pytestmark = [
+    pytest.mark.slow(
+        "the same bodies, from a file", instead="e2e/test_http_api compat/test_run_batch"
+    ),
+    pytest.mark.patches("run_batch"),
+]
 
 TEXTS = [text[:2500] for _, text in passages() if len(text) > 2500][:2]
 

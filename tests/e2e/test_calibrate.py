@@ -14,6 +14,10 @@ from bench.shapes import make_model
 from tests.estimate.logs import words
 from vllm_segreuse.config import SegReuseConfig
 
+pytestmark = pytest.mark.slow(
+    "a program and its engine", instead="calibrate/test_by_similarity e2e/test_similar"
+)
+
 REQUESTS = 8
 
 

@@ -13,7 +13,7 @@ from vllm_segreuse.prefill import worker
 from vllm_segreuse.prefill.checks import Runtime, prove
 
 
-@pytest.mark.slow
+@pytest.mark.slow("more shapes", instead="e2e/test_equality e2e/test_startup doctor/test_families")
 @pytest.mark.parametrize("shape", [*REFUSED, "deepseek_v3", "llama", "qwen3_moe", "gemma3"])
 def test_the_doctor_says_what_start_up_says(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     proven: list[Runtime] = []

@@ -22,8 +22,10 @@ EVERYTHING = NAMESPACE | {
     "segreuse_recompute_ratio": 1.0,
     "segreuse_min_reused_tokens": 16,
 }
-QUICK = ("llama", "llama3", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
-"""Shapes that are compared in every run; the others are slow together."""
+AT_PUSH = ("llama", "llama3", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
+"""Shapes that are compared at every push."""
+
+MORE_SHAPES = pytest.mark.slow("another shape", instead="e2e/test_equality")
 
 WAYS = {
     "sparse from the first layer": EVERYTHING | {"segreuse_dense_layers": 0},
@@ -114,10 +116,7 @@ def check_partial(reusing: Engine, documents: list[list[int]], prompts: list[lis
 @pytest.mark.shows("recompute", "partial")
 @pytest.mark.parametrize(
     "shape",
-    [
-        pytest.param(shape, marks=[] if shape in QUICK else [pytest.mark.slow])
-        for shape in SUPPORTED
-    ],
+    [pytest.param(shape, marks=[] if shape in AT_PUSH else [MORE_SHAPES]) for shape in SUPPORTED],
 )
 def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
     # In float32, where rounding hides nothing: a wrong mask or position is off by far more.
@@ -126,7 +125,7 @@ def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
     assert (found.works, found.reasons, found.notes) == (True, (), ())
 
 
-@pytest.mark.slow
+@MORE_SHAPES
 def test_a_model_of_windows_only_answers_prompts_that_fit_into_them() -> None:
     limited = {"disable_sliding_window": True, "max_model_len": 1024}
     check_everything("mistral_window", dtype="float32", noise=2e-3, **limited)
@@ -136,7 +135,7 @@ def test_recomputing_everything_equals_plain_vllm_in_bf16() -> None:
     check_everything("qwen3", dtype="bfloat16", noise=BF16_NOISE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiled models", instead="e2e/test_equality prefill/test_graphs")
 @pytest.mark.parametrize("shape", ["qwen3", "gemma3"])
 def test_passes_of_a_compiled_model_answer_like_eager_ones(
     shape: str, monkeypatch: pytest.MonkeyPatch

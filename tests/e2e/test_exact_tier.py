@@ -16,12 +16,13 @@ from tests.e2e.exact_arms import (
 
 PROMPTS = {"TP=1": 32, "TP=2 chunked": 16, "TP=1 bf16": 16, "TP=1 compiled": 16}
 CONTROLS = 8
+OTHER_ENGINES = pytest.mark.slow("other ways to run the engine", instead="e2e/test_exact_tier")
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        "TP=1" if name == "TP=1" else pytest.param(name, marks=pytest.mark.slow) for name in PROMPTS
+        "TP=1" if name == "TP=1" else pytest.param(name, marks=OTHER_ENGINES) for name in PROMPTS
     ],
 )
 def found(request: pytest.FixtureRequest) -> Found:

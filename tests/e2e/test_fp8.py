@@ -13,6 +13,7 @@ pytestmark = pytest.mark.needs("fp8_cache")
 
 NUM_BLOCKS = 161  # six prompts of 900 tokens fill them
 REUSE = NAMESPACE | {"segreuse_min_reused_tokens": 16}
+OTHER_PAIRS = pytest.mark.slow("other pairs of the same formats", instead="e2e/test_fp8")
 
 
 @pytest.mark.shows("fp8", family="qwen3")
@@ -21,9 +22,9 @@ REUSE = NAMESPACE | {"segreuse_min_reused_tokens": 16}
     [
         # Numbers that are equal but for float32's rounding are stored as the same.
         ("fp8_e4m3", "float32", 2e-3),
-        pytest.param("fp8_e5m2", "float32", 2e-3, marks=pytest.mark.slow),
+        pytest.param("fp8_e5m2", "float32", 2e-3, marks=OTHER_PAIRS),
         # As in a bf16 cache: the spacing of these logits counts, not that of fp8.
-        pytest.param("fp8_e4m3", "bfloat16", BF16_NOISE, marks=pytest.mark.slow),
+        pytest.param("fp8_e4m3", "bfloat16", BF16_NOISE, marks=OTHER_PAIRS),
         ("fp8_e5m2", "bfloat16", BF16_NOISE),
     ],
 )

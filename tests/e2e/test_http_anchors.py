@@ -14,7 +14,12 @@ from tests.e2e.isolated_models import layout_of, make_isolated
 from tests.e2e.server import ADMIN_TOKEN, Server
 from tests.reports import Whole
 
-pytestmark = pytest.mark.patches("renderer")
+pytestmark = [
+    pytest.mark.slow(
+        "a server of a model with anchors", instead="e2e/test_anchors e2e/test_knowledge"
+    ),
+    pytest.mark.patches("renderer"),
+]
 
 BASES = "/plugins/segreuse/v1/knowledge-bases"
 ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}

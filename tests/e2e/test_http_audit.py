@@ -15,6 +15,10 @@ from bench.shapes import make_model, passages
 from tests.e2e.server import ADMIN_TOKEN, Server
 from tests.reports import Whole
 
+pytestmark = pytest.mark.slow(
+    "a server of its own", instead="e2e/test_audit e2e/test_http_api audit/test_audits"
+)
+
 ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 DOCUMENTS = [text[:2500] for _, text in passages() if len(text) > 2500][:2]
 FULL = {"segreuse_policy": "sparsex", "segreuse_dense_layers": 0, "segreuse_recompute_ratio": 1.0}

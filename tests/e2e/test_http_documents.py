@@ -15,6 +15,10 @@ from tests.e2e.isolated_models import MAX_DOCUMENTS, Reference, make_isolated
 from tests.e2e.server import ADMIN_TOKEN, Server
 from tests.reports import Whole
 
+pytestmark = pytest.mark.slow(
+    "a server of its own", instead="e2e/test_isolated_documents serve/test_documents"
+)
+
 LINK_TOKENS = 1
 MAX_LEN = 1024
 BLOCKS = 120

@@ -11,8 +11,6 @@ import pytest
 from bench.shapes import make_model, passages
 from tests.e2e.server import EVERYTHING, Server
 
-pytestmark = pytest.mark.slow  # starts a server of its own
-
 DOCUMENT = next(text[:2500] for _, text in passages() if len(text) > 2500)
 CONFIG = f"""
 namespaces:

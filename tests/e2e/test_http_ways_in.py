@@ -9,7 +9,9 @@ import pytest
 from bench.shapes import make_model, passages
 from tests.e2e.server import Server, failed_start
 
-pytestmark = pytest.mark.slow  # each starts a server of its own
+pytestmark = pytest.mark.slow(
+    "other ways to start a server", instead="e2e/test_http_api test_plugin"
+)
 
 TOKEN = "an admin token of this test"
 ADMIN = {"Authorization": f"Bearer {TOKEN}"}

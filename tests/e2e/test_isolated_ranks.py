@@ -21,7 +21,7 @@ LINK_TOKENS = 5
 MINE = {"extra_keys": ["mine"]}
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow("two ranks", instead="e2e/test_isolated_documents e2e/test_tensor_parallel"),
     pytest.mark.skipif(
         len(CORES) < 2,
         reason=f"tensor parallelism needs 2 CPUs, one per rank; there is {len(CORES)}",

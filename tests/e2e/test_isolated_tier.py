@@ -22,7 +22,9 @@ LINK_TOKENS = 1
 MINE = {"extra_keys": ["mine"]}
 LENGTHS = (70, 3 * BLOCK_SIZE - 2, 41)
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(
+    "from the second tier", instead="e2e/test_isolated_documents e2e/test_tier"
+)
 
 
 class Asker:

@@ -332,7 +332,7 @@ def test_32_without_token_nothing_is_shown(client: Client) -> None:
     assert not any(path.startswith("/v1") for path in paths)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the server is started again", instead="e2e/test_knowledge knowledge/test_stored")
 def test_a_restart_brings_documents_back_but_not_torn_ones(files: Path, client: Client) -> None:
     # Last in this file: the server is stopped, and started anew.
     client.create("base")
@@ -358,6 +358,7 @@ def test_a_restart_brings_documents_back_but_not_torn_ones(files: Path, client: 
     assert client.admin("GET", "base/documents/torn")["status"] == "warm"
 
 
+@pytest.mark.patches("renderer")
 def test_compressed_documents_are_named(client: Client) -> None:
     """By `vllm_xargs` with a marker in the text, or by token ids; and never by their text."""
     client.create("pressed", context="none")

@@ -102,7 +102,7 @@ def check_order(documents: list[Document]) -> None:
     assert len(missing) < AT_ONCE, f"{order[latest]} is warm before {missing}"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("200 documents, twice", instead="e2e/test_knowledge knowledge/test_stored")
 def test_200_documents_come_back_in_order_and_statistics_tell_the_truth(server: Server) -> None:
     with KnowledgeClient(server.url, TOKEN) as bases:
         bases.create("base")

@@ -73,7 +73,7 @@ def test_a_run_becomes_a_page(lab: Lab, tmp_path: Path) -> None:
         assert f"{row['accuracy']:.3f}" in text
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two engines of a benchmark", instead="e2e/test_lab")
 def test_engines_side_by_side_answer_as_one_does(lab: Lab) -> None:
     load = quality.Load(("vt", "fwe"), 2, (FULL, SHIFT))
     with Workers() as workers:
@@ -88,7 +88,7 @@ def test_engines_side_by_side_answer_as_one_does(lab: Lab) -> None:
             ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a figure of the lab", instead="e2e/test_compressed")
 def test_half_of_each_document_is_kept(lab: Lab) -> None:
     drawn = link.draw_all("tuning", 1)
     dropped = Dropped(lab.llm, 0.5)
@@ -97,6 +97,9 @@ def test_half_of_each_document_is_kept(lab: Lab) -> None:
     assert all(one.work < 0.3 for one in found)
 
 
+@pytest.mark.slow(
+    "a program and an engine of its own", instead="calibrate/test_cli e2e/test_policies"
+)
 def test_calibration_picks_what_holds_on_other_prompts(tmp_path: Path) -> None:
     lines = []
     for seed in range(12):

@@ -12,24 +12,24 @@ from tests.e2e.test_policies import check_drift, check_reported_work
 from tests.e2e.test_spread import check_exact_tier, check_spread
 from tests.latent import BLOCK_SIZE, prefix_cache_for_latents
 
+MORE_LATENT = pytest.mark.slow("another shape or number format", instead="e2e/test_latent")
+
 
 @pytest.mark.shows("recompute", "partial")
-@pytest.mark.parametrize(
-    "shape", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("shape", ["deepseek_v3", pytest.param("deepseek_v2", marks=MORE_LATENT)])
 def test_recomputing_everything_equals_plain_vllm(shape: str) -> None:
     with prefix_cache_for_latents():
         check_everything(shape, noise=2e-3, dtype="float32", block_size=BLOCK_SIZE)
 
 
-@pytest.mark.slow
+@MORE_LATENT
 @pytest.mark.parametrize("shape", LATENT)
 def test_in_bf16(shape: str) -> None:
     with prefix_cache_for_latents():
         check_everything(shape, noise=BF16_NOISE, dtype="bfloat16", block_size=BLOCK_SIZE)
 
 
-@pytest.mark.slow
+@MORE_LATENT
 @pytest.mark.needs("amx")
 @pytest.mark.parametrize("shape", LATENT)
 def test_by_vllms_backend_for_amx(shape: str) -> None:

@@ -15,7 +15,9 @@ from tests.e2e.test_states import states_of
 from tests.e2e.test_tier import FOCUS, SHIFT
 from tests.latent import BLOCK_SIZE, prefix_cache_for_latents
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(
+    "latent attention", instead="e2e/test_tier e2e/test_states e2e/test_latent"
+)
 
 
 @contextmanager

@@ -178,7 +178,7 @@ def test_34_an_adapter_that_cannot_be_loaded_is_vllms_own_error(
         assert_same(ours, theirs, NOISE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two ranks", instead="e2e/test_lora e2e/test_tensor_parallel")
 @pytest.mark.skipif(len(CORES) < 2, reason="each of two ranks needs a CPU of its own")
 def test_34_two_ranks_answer_as_one(
     tmp_path: Path, adapters: Adapters, expected: list[Answer]

@@ -6,7 +6,19 @@ import pytest
 from tests.e2e import poisoning
 
 
-@pytest.mark.parametrize("similar", [False, True], ids=["equal", "equal and similar"])
+@pytest.mark.parametrize(
+    "similar",
+    [
+        pytest.param(
+            False,
+            marks=pytest.mark.slow(
+                "without similar segments", instead="e2e/test_poisoning e2e/test_exactness"
+            ),
+            id="equal",
+        ),
+        pytest.param(True, id="equal and similar"),
+    ],
+)
 def test_29_plain_twins_of_approximate_requests_are_bit_identical(similar: bool) -> None:
     expected = poisoning.references(60, similar)
     with poisoning.small_engine(segreuse=True, similar=similar) as running:

@@ -17,7 +17,9 @@ from bench.shapes import make_model
 from examples import workload
 from tests.e2e.server import Server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(
+    "other clients send the requests", instead="e2e/test_http_api serve/test_recipes"
+)
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
 

@@ -118,7 +118,7 @@ class Measured:
         return [layers[name].kv_cache[blocks].clone() for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("drafts of models, not n-grams", instead="e2e/test_speculative")
 @pytest.mark.shows("drafts", "recompute", "partial")
 @pytest.mark.parametrize("shape", METHODS)
 def test_18_drafts_are_accepted_as_they_are_without_reuse(shape: str) -> None:
@@ -162,7 +162,9 @@ def check_draft(method: str, running: Engine) -> None:
     running.check_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    "drafts beside plans of several steps", instead="e2e/test_speculative e2e/test_spread"
+)
 def test_18_plans_over_several_steps_draft_too() -> None:
     """Somebody decodes meanwhile, by drafts as well."""
     shape, config = speculative("eagle")

@@ -45,13 +45,10 @@ NOISE = 2e-3  # of float32
 PREPARING = "prefill.executor.token_copies"
 COMPUTING = "model.layers.DecoderStack.run"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        len(CORES) < 2,
-        reason=f"tensor parallelism needs 2 CPUs, one per rank; there is {len(CORES)}",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    len(CORES) < 2,
+    reason=f"tensor parallelism needs 2 CPUs, one per rank; there is {len(CORES)}",
+)
 
 
 def documents_and_prompts(running: Engine) -> tuple[list[list[int]], list[list[int]]]:

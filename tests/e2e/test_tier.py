@@ -218,7 +218,7 @@ def test_under_pressure_requests_are_preempted_and_rows_replaced(
     assert preempted
 
 
-@pytest.mark.slow
+@pytest.mark.slow("400 requests", instead="e2e/test_tier")
 def test_a_soak_leaks_nothing(running: Engine, text: Prompts) -> None:
     soak(running, text, requests=400, max_tokens=12)
 

@@ -12,7 +12,9 @@ from vllm_segreuse.kernels.codecs import Codec
 
 BFLOAT16 = ARGUMENTS | {"dtype": "bfloat16"}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(
+    "an engine is started again", instead="e2e/test_tier_codecs tier/test_restart"
+)
 
 
 def test_documents_outlive_a_restart_and_another_codec_sees_nothing(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from tests.e2e.server import ADMIN_TOKEN, Server
 from tests.reports import Whole
 from vllm_segreuse.features.knowledge.schemas import Document, NewDocument
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.slow(
+    "a server is started again", instead="e2e/test_tier tier/test_restart"
+)
 
 CONFIG = """
 policy: shift

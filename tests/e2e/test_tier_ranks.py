@@ -20,7 +20,9 @@ from tests.e2e.test_tier import IDLE, SHIFT, counts, evict
 MODULE = "tests.e2e.test_tier_ranks"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(
+        "two ranks, each with its part of a row", instead="e2e/test_tier e2e/test_tier_exact"
+    ),
     pytest.mark.skipif(
         len(CORES) < 2,
         reason=f"tensor parallelism needs 2 CPUs, one per rank; there is {len(CORES)}",

@@ -12,7 +12,9 @@ import pytest
 from tests.e2e.engine import Engine, Prompts, engine
 from tests.e2e.test_tier import ARGUMENTS, SHIFT, ask, counts, evict
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(
+    "an engine is started again", instead="e2e/test_tier tier/test_restart"
+)
 
 
 @contextmanager

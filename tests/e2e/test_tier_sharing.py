@@ -22,7 +22,7 @@ from tests.parts import parts_of
 MODULE = "tests.e2e.test_tier_sharing"
 OTHERS = SHIFT | {"extra_keys": ["others"]}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("two engines", instead="e2e/test_tier store/test_sharing")
 
 
 def prompts(running: Engine) -> tuple[Prompts, list[int], list[int]]:

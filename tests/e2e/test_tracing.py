@@ -18,6 +18,8 @@ trace_service_pb2: Any = pytest.importorskip(
     reason="vLLM exports traces where OpenTelemetry is installed",
 )
 
+pytestmark = pytest.mark.slow("a server of its own, with a receiver", instead="test_tracing")
+
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 DOCUMENT = next(text[:2500] for _, text in passages() if len(text) > 2500)

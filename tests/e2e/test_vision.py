@@ -21,12 +21,13 @@ from tests.e2e.vision_images import ARGUMENTS, check_images
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 NOISE = 2e-3  # of float32
+MORE_SHAPES = pytest.mark.slow("another shape", instead="e2e/test_vision")
 
 
 @pytest.mark.shows("recompute", "partial", "images")
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"],
+    [pytest.param("qwen2_5_vl", marks=MORE_SHAPES), "qwen3_vl"],
 )
 def test_35_text_and_images_are_reused(shape: str) -> None:
     assert shape in VISION

@@ -11,13 +11,14 @@ from tests.e2e.test_equality import assert_same, prompts_for
 from tests.e2e.test_policies import check_drift, check_reported_work
 from tests.e2e.test_spread import NOISE, check_exact_tier, check_spread
 
-QUICK = "gemma3"
+AT_PUSH = "gemma3"
+MORE_SHAPES = pytest.mark.slow("another shape", instead="e2e/test_windows")
 SHAPES = ("gemma3", "gemma2", "gemma4", "cohere2", "gpt_oss")
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(s, marks=[] if s == QUICK else pytest.mark.slow) for s in SHAPES],
+    params=[pytest.param(s, marks=[] if s == AT_PUSH else MORE_SHAPES) for s in SHAPES],
 )
 def windowed(request: pytest.FixtureRequest) -> Iterator[Engine]:
     options = {"spread_tokens": 48, "max_provenance_depth": 0}
