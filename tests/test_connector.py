@@ -23,11 +23,11 @@ from tests.test_worker import PLANS, Backlog, report
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.audit.worker import AuditRecording
-from vllm_segreuse.features.metrics import SegReuseStats
 from vllm_segreuse.plan import (
     AuditDone,
     AuditOrders,
