@@ -280,7 +280,7 @@ def test_workers_report_what_the_layers_are(
 
 
 def test_statistics_are_reported_once(llama: Any, monkeypatch: Patch) -> None:
-    from vllm_segreuse.features import in_worker
+    from vllm_segreuse.config import in_worker
 
     made: list[SegReuseStats] = []
     monkeypatch.setattr(in_worker, "worker_side", lambda *given: made.append(given[-1]))
