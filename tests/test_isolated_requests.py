@@ -247,3 +247,35 @@ def test_every_plan_of_a_request_is_checked() -> None:
     assert world.side.take_failed() == []
     report(resumed, resumed.num_written)
     assert world.side.take_failed() == [request.request_id]
+
+
+def test_a_plan_is_checked_although_an_error_has_bypassed_its_request_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Scheduled(layout=LAYOUT)
+    request = world.add([1, 2, *range(100, 102), 3, 100, *range(20, 30), 101, 9, 9])
+
+    def failing(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(world.side.parts.accounts, "admitted", failing)
+    plan = admitted(world, request)
+    outcomes = {request.request_id: PlanOutcome(plan.num_written)}
+    world.side.reported({}, outcomes, {request.request_id: request})
+    assert world.side.take_failed() == [request.request_id]
+
+
+def test_an_error_over_its_documents_ends_a_request_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Scheduled(layout=LAYOUT)
+    request = world.add([1, 2, *range(100, 102), 3, 100, *range(20, 30), 101, 9, 9])
+
+    def failing(*_: Any) -> bool:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts_of(world.side).isolated, "waits", failing)
+        assert world.match(request, 0) is None
+    assert world.side.take_failed() == [request.request_id]
+    assert world.match(request, 0) is None, "it never runs as it is"

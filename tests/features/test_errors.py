@@ -19,7 +19,7 @@ def reuses(world: World) -> int:
     return int(world.report(request)["reused_tokens"])
 
 
-@pytest.mark.parametrize("hook", ["admit", "allocated"])
+@pytest.mark.parametrize("hook", ["admit", "waits", "allocated"])
 def test_an_error_about_a_request_costs_that_request_its_reuse(
     hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

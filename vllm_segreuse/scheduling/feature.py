@@ -9,8 +9,8 @@
 A feature overrides what it needs. `SchedulerSide` calls a hook of those features only that have it,
 in the order of their list; `decided` in the reverse order, so that the first feature has the last
 word. An error in a hook that is about one request costs that request the reuse; one at the end of
-a step, or over a message, ends reuse until the prefix cache is reset. Neither ends the engine.
-`waits` is not contained: only the feature knows whether the request may run.
+a step, or over a message, ends reuse until the prefix cache is reset. Neither ends the engine. A
+request then runs without reuse; a feature whose request must not contains errors of `waits` itself.
 """
 
 from __future__ import annotations

@@ -88,8 +88,9 @@ class SchedulerSide:
             return 0, False
         tracked = self._planner.get(request.request_id)
         for feature in self._waits:
-            if feature.waits(request, tracked, num_hit_tokens):
-                return None, False
+            with self.errors.cost(request, feature.name):
+                if feature.waits(request, tracked, num_hit_tokens):
+                    return None, False
         if tracked is None:
             return 0, False
         supplied: int | None = self._decide(request, tracked, num_hit_tokens)

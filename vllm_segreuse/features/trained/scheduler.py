@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
@@ -23,6 +25,8 @@ from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest, Use
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = init_logger("vllm.segreuse")
 
 
 class BlockAttention(Feature, OwnRequests):
@@ -85,7 +89,12 @@ class BlockAttention(Feature, OwnRequests):
         if not self.requests.needs_plan(request, num_hit_tokens):
             return False
         bypass = "error" if tracked is None else tracked.bypass
-        return self.requests.waits(request, num_hit_tokens, bypass)
+        try:
+            return self.requests.waits(request, num_hit_tokens, bypass)
+        except Exception:
+            logger.exception("segment reuse failed over documents of %s", request.request_id)
+            self.requests.fail(request, "its documents cannot be found (error)")
+            return True
 
     def decided(
         self, request: Request, tracked: TrackedRequest, supplied: int | None
@@ -107,7 +116,8 @@ class BlockAttention(Feature, OwnRequests):
     def allocated(self, admitted: Admitted) -> None:
         """Nothing is held for it any more."""
         tracked = admitted.tracked
-        if tracked.is_required and tracked.plan is not None:
+        # Also if an error has bypassed it since: the plan is carried out all the same.
+        if tracked.plan is not None and self.requests.has_documents(tracked.request_id):
             waiting = self._unreported.setdefault(tracked.request_id, deque())
             waiting.append(tracked.plan)
         self.requests.cold.left(tracked.request_id)
