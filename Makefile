@@ -16,7 +16,7 @@ help: ## show this list
 setup: ## make the environment: .venv in the repository root (quick when it is up to date)
 	@scripts/setup_env.sh "$(PYTHON)"
 
-quick: setup ## run every test that needs no engine, in two minutes: at every save
+quick: setup ## run every test that needs no engine and is not slow, in some minutes: at every save
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= $(VENV)/python -m pytest -m "not e2e" --ignore=tests/e2e \
 		-n logical --maxprocesses 4 --dist worksteal --hypothesis-profile quick -q $(ARGS)
 
