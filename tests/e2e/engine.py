@@ -37,6 +37,9 @@ class Answer:
     cached_tokens: int
     report: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.report = Whole(self.report)
+
 
 def diagnosed(shape: str, dtype: str = "bfloat16") -> Diagnosis:
     """The doctor's verdict on a test model, with the engine's arguments."""
@@ -124,7 +127,7 @@ def _answer(output: Any, number: int = 0) -> Answer:
     one = output.outputs[number]
     logprobs = [{t: p.logprob for t, p in step.items()} for step in one.logprobs or []]
     report = (output.kv_transfer_params or {}).get("segreuse", {})
-    return Answer(list(one.token_ids), logprobs, output.num_cached_tokens, Whole(report))
+    return Answer(list(one.token_ids), logprobs, output.num_cached_tokens, report)
 
 
 @contextmanager

@@ -61,8 +61,8 @@ def engine_of_two_ranks(path: Path) -> None:
         ask("cache")
         ask("host")
         for rank in (0, 1):
-            ask(f"load {rank}", loads=f"{rank} tier.mover.InPlace.load")
-        ask("store 1", stores="1 tier.mover.InPlace.store")
+            ask(f"load {rank}", loads=f"{rank} prefill.mover.InPlace.load")
+        ask("store 1", stores="1 prefill.mover.InPlace.store")
 
         def restore(way: str, loads: str | None = None) -> None:
             running.reset()
@@ -77,7 +77,7 @@ def engine_of_two_ranks(path: Path) -> None:
 
         restore("prefix hit")
         restore("restored")
-        restore("not restored", loads="1 tier.mover.InPlace.load")
+        restore("not restored", loads="1 prefill.mover.InPlace.load")
         plain = {way: [vars(answer) for answer in answers] for way, answers in found.items()}
         path.write_text(json.dumps(plain))
 
