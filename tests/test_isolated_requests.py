@@ -23,6 +23,7 @@ from vllm_segreuse.scheduling.tracked import Method, TrackedRequest
 LAYOUT = Layout(100, 101, ((), ()))
 SIZE = 4
 PROMPT = [1, 2, 100, 5, 6, 101, 3]
+WITH_DOCUMENTS = [1, 2, *range(100, 102), 3, 100, *range(20, 30), 101, 9, 9]
 
 
 class World:
@@ -231,7 +232,7 @@ def admitted(world: Scheduled, request: Request) -> ReusePlan:
 def test_every_plan_of_a_request_is_checked() -> None:
     """Documents that were computed in their places are wrong, whenever that was."""
     world = Scheduled(layout=LAYOUT)
-    request = world.add([1, 2, *range(100, 102), 3, 100, *range(20, 30), 101, 9, 9])
+    request = world.add(WITH_DOCUMENTS)
 
     def report(plan: ReusePlan, computed: int) -> None:
         outcomes = {request.request_id: PlanOutcome(computed)}
@@ -253,7 +254,7 @@ def test_a_plan_is_checked_although_an_error_has_bypassed_its_request_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = Scheduled(layout=LAYOUT)
-    request = world.add([1, 2, *range(100, 102), 3, 100, *range(20, 30), 101, 9, 9])
+    request = world.add(WITH_DOCUMENTS)
 
     def failing(*_: Any) -> None:
         raise ZeroDivisionError
@@ -269,7 +270,7 @@ def test_an_error_over_its_documents_ends_a_request_and_not_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = Scheduled(layout=LAYOUT)
-    request = world.add([1, 2, *range(100, 102), 3, 100, *range(20, 30), 101, 9, 9])
+    request = world.add(WITH_DOCUMENTS)
 
     def failing(*_: Any) -> bool:
         raise ZeroDivisionError

@@ -1487,6 +1487,7 @@ def test_an_audit_says_what_was_found_planned_and_computed(tmp_path: Path) -> No
     assert line["planned"]["recomputed_tokens"] == planned
     assert line["materialised"]["recomputed_tokens"] == report["recomputed_tokens"] == 1 < planned
     assert line["materialised"]["drift"] == 9.0
+    assert line["materialised"]["in_full"] is False
     assert line["planned"]["computed_share"] > line["materialised"]["computed_share"]
 
 

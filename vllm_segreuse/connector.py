@@ -2,8 +2,8 @@
 """`SegReuseConnector`: vLLM's KV connector interface, adapted to the two halves of segment reuse.
 
 vLLM makes one in the scheduler's process and one in each worker (`KVConnectorRole`). In the first,
-`scheduler.SchedulerSide` finds what each request can reuse, and plans are sent with the step; the
-others pass them to `worker.WorkerSide`, which carries them out around the step's forward. Nothing
+`SchedulerSide` finds what each request can reuse, and plans are sent with the step; the
+others pass them to `WorkerSide`, which carries them out around the step's forward. Nothing
 is moved between machines. What vLLM's interface lacks is called on the scheduler's half
 itself (`compat/scheduler.py`, `compat/engine_core.py`).
 """

@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def scheduler_side(connector: Any) -> Any:
-    """The scheduler's half of our connector (`scheduler.SchedulerSide`); None for any other."""
+    """The scheduler's half of our connector (`SchedulerSide`); None for any other."""
     return getattr(connector, "scheduler_side", None)
 
 

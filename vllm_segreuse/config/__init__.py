@@ -22,9 +22,8 @@ def _parts(modules: list[ModuleType], kind: type[OptionsPart]) -> tuple[Any, ...
         for value in vars(module).values()
         if isinstance(value, type) and value.__module__ == module.__name__
     ]
-    return tuple(
-        it for it in reversed(own) if issubclass(it, kind)
-    )  # pydantic shows the last first
+    # Reversed: pydantic takes the fields of the last base first.
+    return tuple(it for it in reversed(own) if issubclass(it, kind))
 
 
 _MODULES = having("options")

@@ -140,7 +140,7 @@ def _step_tokens(core: Core) -> int:
 
 def _is_spread(core: Core, methods: Methods, plan: ReusePlan) -> bool:
     """Whether a plan is so large that others who run would wait for it too long, or that its states
-    would not fit beside those of another that is under way (`features/memory.py`).
+    would not fit beside those of another that is under way (`config/memory.py`).
 
     vLLM keeps an adapter loaded in the steps of its requests only, so a plan with an adapter is
     carried out in one step. So is one of a prompt with images, behind which vLLM may have to go on

@@ -5,7 +5,7 @@ vLLM's dense decoder models share one loop, `hidden_states, residual = layer(pos
 hidden_states, residual)` (e.g. `model_executor/models/qwen2.py`). Running the layers ourselves,
 rather than editing the model's forward, needs no lasting hook and gives the one primitive every
 policy is made of: *run layers [a, b) on these tokens*. That the loop really is all there is between
-the layers is proven at start-up by comparing with the model's own forward (`checks.py`).
+the layers is proven at start-up by comparing with the model's own forward (`prefill/checks.py`).
 """
 
 from __future__ import annotations

@@ -67,12 +67,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class ServerOptions(PolicyOptions):
-    """Options of the server: the defaults of every request, and what requests cannot change.
-
-    Its fields are the keys of `kv_connector_extra_config` and of the file of `--segreuse-config`.
-    Unknown keys, wrong types and values out of range raise pydantic's `ValidationError`; the
-    classmethods raise `ConfigError`, whose text is one sentence.
-    """
+    """Those of a server without features; `config.SegReuseConfig` has them all."""
 
     request_type: ClassVar[type[PolicyOptions]] = PolicyOptions
     """Of the requests of such a server."""

@@ -2,7 +2,7 @@
 """Copies of KV blocks to rows of the host region, and rows as pages that plans can read.
 
 On a CPU both are memory of the host: blocks are copied to rows, and rows are read where they lie.
-On a GPU rows pass through pages on the device (`staging.py`).
+On a GPU rows pass through pages on the device (`features/tier/staging.py`).
 """
 
 from __future__ import annotations

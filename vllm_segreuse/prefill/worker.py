@@ -114,8 +114,9 @@ class WorkerSide:
         """
         self.backlog.drop(called_back)
         over = self.backlog.drop(ended)
+        dropped = [*called_back, *ended]
         for feature in self.features:
-            feature.drop_plans([*called_back, *ended])
+            feature.drop_plans(dropped)
         done = self.backlog.advance()
         for request_id, report in done.items():
             self._ended([request_id], report)

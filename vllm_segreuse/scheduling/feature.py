@@ -10,14 +10,14 @@ A feature overrides what it needs. `SchedulerSide` calls a hook of those feature
 in the order of their list; `decided` in the reverse order, so that the first feature has the last
 word. An error in a hook that is about one request costs that request the reuse; one at the end of
 a step, or over a message, ends reuse until the prefix cache is reset. Neither ends the engine. A
-request then runs without reuse; a feature whose request must not contains errors of `waits` itself.
+request then runs without reuse; a feature whose request must not ends it in `decided`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.images import PromptImages
@@ -245,15 +245,8 @@ class OwnRequests:
         return ()
 
 
-F = TypeVar("F", bound=Feature)
-
-
 class Features(tuple[Feature, ...]):
     """Of an engine, in the order in which a request passes them."""
-
-    def find(self, kind: type[F]) -> F | None:
-        """The one of this class; None: the engine does without it."""
-        return next((it for it in self if isinstance(it, kind)), None)
 
     def named(self, name: str) -> Any:
         """The one of this name.

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.scheduling.core import Core
-from vllm_segreuse.scheduling.feature import F, Feature, Features
+from vllm_segreuse.scheduling.feature import Feature
 
 if TYPE_CHECKING:
     from vllm_segreuse.model.documents.layout import Layout
+
+
+F = TypeVar("F", bound=Feature)
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Making:
         Raises:
             LookupError: it comes later in the list, or this engine does without it.
         """
-        found = Features(self.made).find(kind)
-        if found is None:
-            raise LookupError(f"{kind.__name__} is not made: it has to come earlier in FEATURES")
-        return found
+        for feature in self.made:
+            if isinstance(feature, kind):
+                return feature
+        raise LookupError(f"{kind.__name__} is not made: it has to come earlier in FEATURES")

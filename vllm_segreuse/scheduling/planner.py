@@ -15,8 +15,8 @@ read. Records of a second tier are held from `decide` until the workers have rea
 allocation failed are dropped by `take_plans`, and made anew at the next decision.
 
 A plan has up to two parts. What follows the prefix hit without a hole in whole exact blocks is
-restored (`exact.py`); the finder searches behind it. Where it finds too little, the plan ends with
-what is restored, and vLLM computes the rest as behind a prefix hit.
+restored (`cache/exact.py`); the finder searches behind it. Where it finds too little, the plan ends
+with what is restored, and vLLM computes the rest as behind a prefix hit.
 """
 
 from __future__ import annotations

@@ -44,7 +44,12 @@ class SchedulerSide:
         self._features = features = parts.features
         self.errors = Errors(parts.planner)
         self._waits, self._decided = features.having("waits"), features.having("decided")[::-1]
-        self._allocated, self._end_step = features.having("allocated"), features.having("end_step")
+        self._allocated = features.having("allocated")
+        health = parts.core.health
+        self._end_step = [
+            (it, health.contained(f"the end of a step of {it.name}"))
+            for it in features.having("end_step")
+        ]
         self._pending = features.having("has_pending_work")
         self._own = [it for it in features if isinstance(it, OwnRequests)]
         self._admission, self._outcomes = Admission(parts), Outcomes(parts)
@@ -195,8 +200,8 @@ class SchedulerSide:
         self.parts.donors.begin_step()
         self._core.pool.begin_step()
         messages = {}
-        for feature in self._end_step:
-            with self._core.health.contained(f"the end of a step of {feature.name}"):
+        for feature, contained_here in self._end_step:
+            with contained_here:
                 message = feature.end_step(plans, runs_model)
                 if message is not None:
                     messages[feature.name] = message

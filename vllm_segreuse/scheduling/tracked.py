@@ -31,9 +31,9 @@ _ALWAYS = (
 class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
-    Recomputed tokens, exact ones (see `exact.py`), similar ones (see `similar/`), tiered ones,
-    which come from the second tier, and those of images are part of the reused, and entering ones,
-    which are computed at some of the layers, of the similar. `computed_share` is the
+    Recomputed tokens, exact ones (see `cache/exact.py`), similar ones (see `features/similar/`),
+    tiered ones, which come from the second tier, and those of images are part of the reused, and
+    entering ones, which are computed at some of the layers, of the similar. `computed_share` is the
     work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
     both are the most there can be until they have reported. `drift` is then known, too
     (`prefill/drift.py`), and whether everything was computed because of it: the work is more than 1
@@ -63,9 +63,13 @@ class Report(NamedTuple):
 
     def shown(self) -> dict[str, Any]:
         """What is sent: fields that every request has, and of features only what took part."""
-        fields, usual = self._asdict(), {"matches": 0, **self._field_defaults}
+        fields = self._asdict()
         always = {name: fields.pop(name) for name in _ALWAYS}
-        return always | {name: it for name, it in fields.items() if it != usual[name]}
+        return always | {name: it for name, it in fields.items() if it != USUAL[name]}
+
+
+USUAL = {"matches": 0, **Report._field_defaults}
+"""What fields are where nothing took part, by name."""
 
 
 NOTHING_SAVED, IMAGES_IN_DENSE_LAYERS = "nothing_saved", "images_in_dense_layers"
@@ -172,8 +176,8 @@ class TrackedRequest:
         restores: whether it gets its own exact prefix from the second tier, also if it bypasses.
         donates_from: its blocks from this position on enter the index; TO_THE_END: none.
         exact_stop: behind this position its tokens stand for other KV than that of its own text
-            (`compressed.py`): no block that ends there gets an exact name, is part of its prefix
-            hit, or is restored.
+            (`features/compressed/`): no block that ends there gets an exact name, is part of its
+            prefix hit, or is restored.
         tags: of its plans.
         plan: the plan in force for its current blocks; what is exact of them is `plan.exact_until`.
         observed: the plan that would have been carried out.

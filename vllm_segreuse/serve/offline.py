@@ -6,8 +6,8 @@
     base.add({"a.txt": "...", "b.txt": "..."})
     llm.generate(prompt, SamplingParams(extra_args={"extra_keys": ["handbook"]}))
 
-Everything is as on a server (`service.py`), but happens within the calls; between them nothing
-runs.
+Everything is as on a server (`features/knowledge/service.py`), but happens within the calls;
+between them nothing runs.
 """
 
 from __future__ import annotations

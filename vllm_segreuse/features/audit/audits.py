@@ -182,7 +182,7 @@ class Audits:
 
         Args:
             answer: its tokens.
-            report: as it is sent with the answer.
+            report: all fields of its report.
         """
         if self._running is not None and self._running.reference_id == request_id:
             audit, self._running = self._running, None

@@ -106,7 +106,10 @@ class Auditing(Feature, OwnRequests):
             ending.add(fallback=True)
         self._fell_back.discard(request.request_id)
         self._classes.pop(request.request_id, None)
-        self.audits.ended(request.request_id, request.output_token_ids, ending.report or {})
+        report = None if ending.tracked is None else ending.tracked.report
+        # All fields: what is sent omits those of features that took no part.
+        fields = {} if report is None else report._asdict()
+        self.audits.ended(request.request_id, request.output_token_ids, fields)
 
     def called_back(self, request_id: str) -> None:
         """What was recorded of a request is not what it answers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knowledge bases over HTTP, part of the administrator's application (`admin.py`)."""
+"""Knowledge bases over HTTP, part of the administrator's application (`serve/admin.py`)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     row 0   | cell of rank 0: layer 0 | layer 1 | ... | pad | cell of rank 1: ... |
     row 1   | ...
 
-A row holds one KV block: all its layers, of all ranks (`cells.py` says how they lie there). The
-region is vLLM's `SharedOffloadRegion` (`v1/kv_offload/cpu/shared_offload_region.py`), a file in
+A row holds one KV block: all its layers, of all ranks (`model/cells.py` says how they lie there).
+The region is vLLM's `SharedOffloadRegion` (`v1/kv_offload/cpu/shared_offload_region.py`), a file in
 /dev/shm. Workers open it while vLLM registers their KV caches, and the scheduler's process opens it
 after them. That process removes the file's name at once, so the memory is free again when the last
 process has ended, in whatever way. A worker that ends before that removes the name itself.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of a model that was trained on documents computed alone (`documents/layout.py`).
+"""Documents of a model that was trained on documents computed alone (`model/documents/layout.py`).
 
     computed alone   | d d d d | d d d d | d d e e | e   padded with end tokens
     prompt           t t t d d d d d d d d d d l l q

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
@@ -25,8 +23,6 @@ from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest, Use
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-logger = init_logger("vllm.segreuse")
 
 
 class BlockAttention(Feature, OwnRequests):
@@ -89,12 +85,7 @@ class BlockAttention(Feature, OwnRequests):
         if not self.requests.needs_plan(request, num_hit_tokens):
             return False
         bypass = "error" if tracked is None else tracked.bypass
-        try:
-            return self.requests.waits(request, num_hit_tokens, bypass)
-        except Exception:
-            logger.exception("segment reuse failed over documents of %s", request.request_id)
-            self.requests.fail(request, "its documents cannot be found (error)")
-            return True
+        return self.requests.waits(request, num_hit_tokens, bypass)
 
     def decided(
         self, request: Request, tracked: TrackedRequest, supplied: int | None
