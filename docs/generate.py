@@ -102,7 +102,7 @@ def server_options() -> str:
 
 def similarity_options() -> str:
     """Keys of the server's option `similarity`."""
-    from vllm_segreuse.features.similar.options import SimilarityOptions
+    from segreuse_extras.similar.options import SimilarityOptions
 
     return _options(SimilarityOptions)
 

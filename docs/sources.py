@@ -12,11 +12,12 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "vllm_segreuse"
+EXTRAS = REPOSITORY / "segreuse_extras"
 
 
 def files(*without: str) -> Iterator[Path]:
-    """All files of the package, except for those of some folders."""
-    for file in sorted(PACKAGE.rglob("*.py")):
+    """All files of the package and of the extras, except for those of some of its folders."""
+    for file in [*sorted(PACKAGE.rglob("*.py")), *sorted(EXTRAS.rglob("*.py"))]:
         if not any(file.is_relative_to(PACKAGE / folder) for folder in without):
             yield file
 
@@ -53,9 +54,9 @@ def escaped(text: str) -> str:
 
 
 def answers(file: Path) -> Iterator[tuple[int, str]]:
-    """(status, sentence) of the calls `_answer(STATUS, "...")` in a file."""
+    """(status, sentence) of the calls `answer(STATUS, "...")` in a file."""
     for node in ast.walk(parsed(file)):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_answer":
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "answer":
             status, text = node.args[0], sentence(node.args[1], file)
             if isinstance(status, ast.Constant) and isinstance(status.value, int) and text:
                 yield status.value, text
@@ -107,7 +108,9 @@ def _assigned(file: Path, name: str) -> tuple[ast.expr, Path] | None:
     """The one text that a name is given in its file, or in that of ours which it comes from."""
     module = parsed(file)
     for node in module.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE.name):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            (PACKAGE.name, EXTRAS.name)
+        ):
             source = REPOSITORY / f"{str(node.module).replace('.', '/')}.py"
             if name in (alias.name for alias in node.names) and source.is_file():
                 return _assigned(source, name)

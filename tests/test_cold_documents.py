@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_segreuse.features.trained.cold_documents import ATTEMPTS, ColdDocuments
-from vllm_segreuse.features.trained.finder import IsolatedDocument
+from segreuse_extras.trained.cold_documents import ATTEMPTS, ColdDocuments
+from segreuse_extras.trained.finder import IsolatedDocument
 
 
 class Pins:

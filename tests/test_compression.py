@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from vllm.v1.request import Request
 
+from segreuse_extras.compressed.compression import Compression, Kept
 from tests.compat.managed import SIZE, Managed, ids
 from tests.parts import parts_of
 from vllm_segreuse.config import RequestOptions
-from vllm_segreuse.features.compressed.compression import Compression, Kept
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
 from vllm_segreuse.options.parsing import ParsedRequest
 from vllm_segreuse.plan import AnchorOrder, CopyOrder, Gather, PlanOutcome, Probed, ScoreOrder

@@ -16,17 +16,17 @@ from types import ModuleType
 
 import pytest
 
+from segreuse_extras.similar.options import SimilarityOptions
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.config.metrics import METRICS
 from vllm_segreuse.features.audit.options import AuditOptions
-from vllm_segreuse.features.similar.options import SimilarityOptions
 from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.scheduling.tracked import Report
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
 BESIDE = ("csrc", "examples", "kernels", "models")
-PACKAGES = ("segreuse_store", "segreuse_tools", "vllm_segreuse")
+PACKAGES = ("segreuse_extras", "segreuse_store", "segreuse_tools", "vllm_segreuse")
 OURS = ("bench", "examples", "lab", "recipes", "scripts", "tests", *PACKAGES)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.trained.finder import IsolatedDocument
 from tests.parts import parts_of
 from tests.test_isolated_requests import LAYOUT
 from tests.test_isolated_requests import PROMPT as WITH_DOCUMENT
@@ -16,7 +17,6 @@ from tests.test_scheduler_images import BEHIND, FRONT, A, Pictured
 from tests.tier.fakes import Region
 from vllm_segreuse.features.conversations.conversations import ContinuingFinder
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
-from vllm_segreuse.features.trained.finder import IsolatedDocument
 from vllm_segreuse.options.parsing import FREEZE, SCORE
 from vllm_segreuse.plan import FreezeOrder, ScoreOrder
 from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest, Use

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-PACKAGES = ("vllm_segreuse", "segreuse_store", "segreuse_tools")
+PACKAGES = ("vllm_segreuse", "segreuse_extras", "segreuse_store", "segreuse_tools")
 MOST_LINES, MOST_ARGUMENTS, MOST_EXCEPTIONS = 70, 7, 3
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

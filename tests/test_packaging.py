@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-PACKAGES = {"vllm_segreuse", "segreuse_store", "segreuse_tools"}
+PACKAGES = {"vllm_segreuse", "segreuse_extras", "segreuse_store", "segreuse_tools"}
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 REQUIREMENTS = (REPOSITORY / "requirements" / "cpu.txt").read_text()
 

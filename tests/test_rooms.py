@@ -9,6 +9,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "vllm_segreuse"
 TOOLS = REPOSITORY / "segreuse_tools"
 STORE = REPOSITORY / "segreuse_store"
+EXTRAS = REPOSITORY / "segreuse_extras"
 
 ORDER = (
     *("compat", "kernels", "engine", "plan", "policies", "options", "model"),
@@ -87,15 +88,14 @@ def test_patches_of_vllm_import_nothing_of_ours() -> None:
     assert {imported for _, importing, imported in imports() if importing == "compat"} == {"compat"}
 
 
-def test_the_tools_import_the_package_and_it_never_imports_them() -> None:
-    used = {module.split(".")[0] for _, _, module in imported(TOOLS)}
-    assert PACKAGE.name in used
-    back = [
-        f"{here}:{line} imports {module}"
-        for here, line, module in imported(PACKAGE)
-        if module.split(".")[0] == TOOLS.name
-    ]
-    assert back == []
+def test_packages_import_those_before_them_only() -> None:
+    """The list of features names the extras, and imports none of them by itself."""
+    order = [STORE, PACKAGE, EXTRAS, TOOLS]
+    names = [package.name for package in order]
+    for number, package in enumerate(order):
+        used = {module.split(".")[0] for _, _, module in imported(package)}
+        assert not used.intersection(names[number + 1 :]), package.name
+        assert number == 0 or used.intersection(names[:number]), package.name
 
 
 def test_the_package_imports_the_store_which_imports_neither_it_nor_torch_nor_vllm() -> None:

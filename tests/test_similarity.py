@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from bench.shapes import make_model
+from segreuse_extras.similar import start as similarity
+from segreuse_extras.similar.canonical import Vocabulary
+from segreuse_extras.similar.options import SimilarityOptions
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.metrics import SegReuseStats
-from vllm_segreuse.features.similar import start as similarity
-from vllm_segreuse.features.similar.canonical import Vocabulary
-from vllm_segreuse.features.similar.options import SimilarityOptions
 
 OPTIONS = SimilarityOptions()
 

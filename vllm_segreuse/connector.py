@@ -28,9 +28,9 @@ from vllm_segreuse.config.metrics import SegReusePromMetrics, SegReuseStats
 from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.supported import check_config
 from vllm_segreuse.engine.version import require_supported_vllm
-from vllm_segreuse.features.similar.options import SimilarServer
+from vllm_segreuse.features import having
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.features.trained.refusals import isolated_layout
+from vllm_segreuse.model.documents.folder import layout_of
 from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
 
 if TYPE_CHECKING:
@@ -108,8 +108,10 @@ class SegReuseConnector(KVConnectorBase_V1):
         self._config = SegReuseConfig.from_options(
             self._kv_transfer_config.kv_connector_extra_config, source="kv_connector_extra_config"
         )
-        check_config(vllm_config, SimilarServer.of(self._config).cuts)
-        self._layout = isolated_layout(vllm_config, self._config)
+        check_config(vllm_config, self._config.cuts)
+        for module in having("refusals"):
+            module.check(vllm_config, self._config)
+        self._layout = layout_of(vllm_config.model_config)
         self._stats = SegReuseStats()
 
     @property

@@ -91,14 +91,13 @@ def _install_front_end() -> None:
         run_batch,
     )
     from vllm_segreuse.features.knowledge.naming import cut, named
-    from vllm_segreuse.features.viewer.recent import watched
-    from vllm_segreuse.serve import application, batch_files, report, requests
+    from vllm_segreuse.serve import application, batch_files, front, report, requests
 
     input_processor.install(requests.check_params, requests.check_prompt)
     renderer.install(renderer.DocumentCallbacks(named.get, cut, requests.check_named))
     openai_streams.install(report.report_of)
     openai_protocols.install(requests.refuse_unread)
-    async_llm.install(requests.check_prompt, watched)
+    async_llm.install(requests.check_prompt, front.watched)
     api_server.install(application.registered)
     run_batch.install(run_batch.Lines(batch_files.read_line, batch_files.check_line))
 

@@ -30,15 +30,15 @@ from typing import Any
 import numpy as np
 
 from bench import harness, shapes
+from segreuse_extras.similar.align import equal_runs
+from segreuse_extras.similar.canonical import Vocabulary
+from segreuse_extras.similar.finder import SimilarFinder, warm_up
+from segreuse_extras.similar.options import SimilarityOptions
+from segreuse_extras.similar.store import SimilarStore
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.features.similar.align import equal_runs
-from vllm_segreuse.features.similar.canonical import Vocabulary
-from vllm_segreuse.features.similar.finder import SimilarFinder, warm_up
-from vllm_segreuse.features.similar.options import SimilarityOptions
-from vllm_segreuse.features.similar.store import SimilarStore
 
 BLOCK_SIZE = 32
 WINDOWS = 100_000

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from segreuse_tools.terminal import complain, print_all
 
 if TYPE_CHECKING:
-    from vllm_segreuse.features.viewer.asking import Explanation
+    from segreuse_extras.viewer.asking import Explanation
 
 URL = "http://localhost:8000"
 
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     import httpx
     from rich.console import Console
 
+    from segreuse_extras.viewer import asking
     from segreuse_tools.explain.stretch_table import table
-    from vllm_segreuse.features.viewer import asking
 
     try:
         body = asking.read_file(args.request)

@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from segreuse_extras.trained.refusals import POLICY as LINK
 from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
 from segreuse_tools.doctor.memory_use import Memory, memory_of
 from segreuse_tools.doctor.trained_documents import TrainedDocuments, documents_of
@@ -17,7 +18,6 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import kv_transfer_config
 from vllm_segreuse.engine.supported import NO_KV, RefusedError
 from vllm_segreuse.engine.version import UnsupportedVersionError
-from vllm_segreuse.features.trained.refusals import POLICY as LINK
 from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.plugin import register
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from segreuse_extras.trained.refusals import check_options
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.features.trained.refusals import check_options
 from vllm_segreuse.model.documents.folder import layout_with, names_of
 from vllm_segreuse.model.documents.layout import LayoutError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from vllm_segreuse.features.viewer.asking import Explanation
-from vllm_segreuse.features.viewer.strip import strip
-from vllm_segreuse.features.viewer.templating import STATIC, environment, source_hash
+from segreuse_extras.viewer.asking import Explanation
+from segreuse_extras.viewer.strip import strip
+from segreuse_extras.viewer.templating import STATIC, environment, source_hash
 
 HERE = Path(__file__).parent
 

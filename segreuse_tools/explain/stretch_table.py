@@ -7,8 +7,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from vllm_segreuse.features.viewer import words
-from vllm_segreuse.features.viewer.asking import Explanation
+from segreuse_extras.viewer import words
+from segreuse_extras.viewer.asking import Explanation
 
 _COLOURS = {"prefix": "blue", "segment": "green", "similar": "cyan", "new": "yellow"}
 

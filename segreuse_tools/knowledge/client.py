@@ -24,6 +24,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from segreuse_extras.viewer.asking import authorized
 from segreuse_tools.knowledge import TOKEN_ENV
 from vllm_segreuse.features.knowledge.schemas import (
     MAX_DOCUMENTS,
@@ -43,7 +44,6 @@ from vllm_segreuse.features.knowledge.schemas import (
     Stats,
     WarmDocuments,
 )
-from vllm_segreuse.features.viewer.asking import authorized
 
 BATCH_CHARS = 1 << 20
 """Text in one request; a longer document goes alone."""

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segreuse_extras.compressed.finder import CopyFinder, NamedFinder, PartsFinder
 from tests.cache.test_frozen import Pool, order
 from vllm_segreuse.cache.copies import outside, rows, within
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.features.compressed.finder import CopyFinder, NamedFinder, PartsFinder
 from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.plan import NO_HALO, AnchorOrder, CopyOrder, Halo, Pieces, ScoreOrder
 

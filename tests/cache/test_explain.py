@@ -8,12 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_segreuse.cache.forgotten import Forgotten, Why
-from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.cache.matcher import find_matches
-from vllm_segreuse.cache.namespace import NamespaceTable
-from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.features.explain.reasons import (
+from segreuse_extras.explain.reasons import (
     Reasons,
     Stretch,
     explain,
@@ -21,6 +16,11 @@ from vllm_segreuse.features.explain.reasons import (
     with_acceptance,
     with_recomputed,
 )
+from vllm_segreuse.cache.forgotten import Forgotten, Why
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.matcher import find_matches
+from vllm_segreuse.cache.namespace import NamespaceTable
+from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import Halo, Pieces, Tier
 from vllm_segreuse.plan.similar import check_of
 

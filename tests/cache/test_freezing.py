@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.compressed.compression import Compression, Kept
 from tests.cache.keeping import FakeTier
 from tests.cache.test_frozen import TOTAL, Blocks
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.features.compressed.compression import Compression, Kept
 from vllm_segreuse.features.knowledge.freezing import Freezing
 from vllm_segreuse.features.knowledge.frozen import EntryUse, FrozenPool
 from vllm_segreuse.plan import FreezeOrder

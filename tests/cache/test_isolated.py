@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segreuse_extras.trained.finder import IsolatedDocument, IsolatedFinder
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.features.trained.finder import IsolatedDocument, IsolatedFinder
 
 PROMPT = Prompt(0, np.zeros(99, np.int32))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from segreuse_extras.similar.options import SimilarityOptions
 from segreuse_tools.calibrate import coordinate_search
 from segreuse_tools.calibrate.search import Options, Setting, Trial
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.features.similar.options import SimilarityOptions
 
 LAYERS = (6, 12, 18)
 Price = Callable[[Any], float]

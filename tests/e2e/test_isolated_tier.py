@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from segreuse_extras.trained.cold_documents import PREFIX
 from tests.e2e.engine import BLOCK_SIZE, Answer, Engine, Prompts, engine
 from tests.e2e.isolated_models import Reference, make_isolated, prompt_of
 from tests.e2e.stepping import drain
 from tests.e2e.test_tier import ARGUMENTS, IDLE, NOISE, counts, evict
 from tests.e2e.test_tier_restart import wait_for_files
-from vllm_segreuse.features.trained.cold_documents import PREFIX
 from vllm_segreuse.scheduling.reporting import Accounts
 from vllm_segreuse.scheduling.tracked import Report
 from vllm_segreuse.serve.offline import KnowledgeBase

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from segreuse_extras.similar.options import SimilarityOptions
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, engine
 from tests.e2e.test_equality import assert_same
 from tests.parts import parts_of
 from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
-from vllm_segreuse.features.similar.options import SimilarityOptions
 from vllm_segreuse.model.kv_format import typed_pages
 
 pytestmark = pytest.mark.e2e

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm_segreuse.features.viewer.asking import Explanation
+from segreuse_extras.viewer.asking import Explanation
 
 NASTY = '<script>alert("x")</script> & "quotes" </style>'
 """Text of a prompt that would do harm if it was not escaped."""

@@ -12,10 +12,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from segreuse_tools.commands import explain as cli
-from segreuse_tools.explain import stretch_table
-from vllm_segreuse.features.viewer import words
-from vllm_segreuse.features.viewer.asking import (
+from segreuse_extras.viewer import words
+from segreuse_extras.viewer.asking import (
     EXCERPT_TOKENS,
     ExplainError,
     RequestBodyError,
@@ -24,6 +22,8 @@ from vllm_segreuse.features.viewer.asking import (
     read_file,
     read_request,
 )
+from segreuse_tools.commands import explain as cli
+from segreuse_tools.explain import stretch_table
 
 BODY = {"model": "m", "prompt": "a prompt", "extra_keys": ["docs"], "max_tokens": 50}
 STRETCHES = [

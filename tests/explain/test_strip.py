@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from segreuse_extras.viewer.strip import LEAST_WIDTH, WIDTH, strip
 from segreuse_tools.explain import page, stretch_table
 from tests.explain.reports import EXPLANATION, NASTY, REPORT, STRETCHES, TEXTS
-from vllm_segreuse.features.viewer.strip import LEAST_WIDTH, WIDTH, strip
 
 
 def test_bars_are_side_by_side_and_none_is_too_narrow_to_be_seen() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_segreuse import features
 
-features.__path__.append(sys.argv[1])
+sys.path.append(sys.argv[1])
 features.FEATURES = (*features.FEATURES, "toy")
 
 from fastapi.testclient import TestClient  # noqa: E402

@@ -17,7 +17,7 @@ from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.schemas import PREFIX
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
-from vllm_segreuse.serve.admin import Below, make_app
+from vllm_segreuse.serve.admin import make_app, mounted
 
 TOKEN = "admin"
 
@@ -54,7 +54,7 @@ def admin_app(engine: FakeEngine | None = None) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan)
     app.state.admin = admin
-    app.router.routes.append(Below(admin, TOKEN))
+    app.router.routes.extend(mounted(admin, TOKEN))
     return app
 
 

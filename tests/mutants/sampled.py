@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDERS = ("vllm_segreuse", "segreuse_store", "segreuse_tools")
+FOLDERS = ("vllm_segreuse", "segreuse_extras", "segreuse_store", "segreuse_tools")
 """Packages that mistakes are made in: paths from the root of the repository."""
 
 _COMPARISONS = dict(

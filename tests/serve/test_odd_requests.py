@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
+from segreuse_extras.viewer.sessions import COOKIE
 from tests.serve.test_documents import NAMES
 from tests.serve.test_named import Service
 from tests.viewer.served import TOKEN, UI, viewer_app
 from vllm_segreuse.features.bodies import too_deep
 from vllm_segreuse.features.knowledge.schemas import PREFIX
-from vllm_segreuse.features.viewer.sessions import COOKIE
 from vllm_segreuse.serve.requests import ENDPOINTS, admit
 
 DIGITS = "9" * 5000

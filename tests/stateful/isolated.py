@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import Request
 
+from segreuse_extras.trained.cold_documents import PREFIX
 from tests.parts import parts_of
-from vllm_segreuse.features.trained.cold_documents import PREFIX
 from vllm_segreuse.model.documents.layout import Layout
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
+from segreuse_extras.trained.cold_documents import ATTEMPTS
 from tests.stateful import isolated
 from tests.stateful.world import DOCUMENTS, Ask, Setup, World
-from vllm_segreuse.features.trained.cold_documents import ATTEMPTS
 from vllm_segreuse.plan import FreezeOrder
 
 

@@ -160,7 +160,7 @@ class Worker:
         identities: identity and sampling seed of each request, by id.
         live: vLLM's requests, by id; read where a real worker need not know a request's tokens.
         num_rows: of the second tier.
-        isolates: whether documents are computed alone (`features/trained/requests.py`).
+        isolates: whether documents are computed alone (`segreuse_extras/trained/requests.py`).
     """
 
     def __init__(

@@ -499,6 +499,6 @@ def _engine(setup: Setup) -> ModellessEngine:
         of_connector = patch.object(SegReuseConnector, "_open_region", lambda connector: region)
         patched.enter_context(of_connector)
         if setup.isolated:
-            layout = patch.object(connector, "isolated_layout", lambda *of: isolated.LAYOUT)
+            layout = patch.object(connector, "layout_of", lambda *of: isolated.LAYOUT)
             patched.enter_context(layout)
         return ModellessEngine(vllm_config, setup.num_blocks, SIZE)

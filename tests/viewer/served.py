@@ -15,9 +15,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from segreuse_extras.viewer.recent import Recent, RecentRequest
 from tests.explain.reports import REPORT, STRETCHES, TEXTS
 from tests.knowledge.admin_app import TOKEN, SwitchableEngine, admin_app
-from vllm_segreuse.features.viewer.recent import Recent, RecentRequest
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from segreuse_extras.viewer.sessions import COOKIE
 from tests.browser import PHONE, chromium, fits, opened
 from tests.explain.reports import NASTY, REPORT
 from tests.knowledge.admin_app import TOKEN
 from tests.viewer.served import BEARER, BODY, UI, handle, served, viewer_app
 from vllm_segreuse.features.knowledge.schemas import PREFIX
-from vllm_segreuse.features.viewer.sessions import COOKIE
 
 PAGES = (
     "requests",

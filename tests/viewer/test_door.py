@@ -10,10 +10,10 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from vllm.v1.metrics import prometheus
 
+from segreuse_extras.viewer.door import MAX_LOGIN_BYTES
+from segreuse_extras.viewer.sessions import COOKIE, LIFETIME_S
 from tests.knowledge.admin_app import TOKEN
 from tests.viewer.served import BEARER, BODY, UI, handle, viewer_app
-from vllm_segreuse.features.viewer.door import MAX_LOGIN_BYTES
-from vllm_segreuse.features.viewer.sessions import COOKIE, LIFETIME_S
 
 PAGES = ("requests", "explain", "knowledge", "metrics", "status")
 HTML = {"Accept": "text/html,application/xhtml+xml"}

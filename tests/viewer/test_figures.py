@@ -4,8 +4,8 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_segreuse.features.viewer.figures import Counter as Shown
-from vllm_segreuse.features.viewer.figures import Figures, figures
+from segreuse_extras.viewer.figures import Counter as Shown
+from segreuse_extras.viewer.figures import Figures, figures
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from segreuse_extras.viewer.recent import MAX_EXPLAINED, Recent, watched, watching
 from tests.explain.reports import REPORT
 from tests.viewer.served import handle, outputs, run
 from vllm_segreuse.compat.async_llm import _generate
-from vllm_segreuse.features.viewer.recent import MAX_EXPLAINED, Recent, watched, watching
 
 PLAIN = {name: value for name, value in REPORT.items() if name != "explain"}
 

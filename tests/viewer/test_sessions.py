@@ -6,7 +6,7 @@ import hmac
 import pytest
 from starlette.datastructures import Headers
 
-from vllm_segreuse.features.viewer.sessions import LIFETIME_S, Sessions, is_foreign
+from segreuse_extras.viewer.sessions import LIFETIME_S, Sessions, is_foreign
 
 SESSIONS = Sessions("tökén")
 NOW = 1_700_000_000.5

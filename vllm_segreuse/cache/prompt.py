@@ -53,7 +53,7 @@ class Prompt:
         contexts: of blocks of the prompt, by their indices (see `contexts.py`).
         images: of the prompt, whose tokens have ids of their own (`images.py`); None: it has none.
         slots: where tokens that are equal to the prompt's first ones may be in similar text (see
-            `features/similar/store.py`); None: nothing was searched for. Kept with other
+            `segreuse_extras/similar/store.py`); None: nothing was searched for. Kept with other
             tokens, since each is compared again.
         memo: what was found last, where that may be found again.
     """

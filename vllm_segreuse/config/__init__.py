@@ -11,7 +11,7 @@ from vllm_segreuse.options.parts import OptionsPart, RequestPart, ServerPart
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.options.server import ConfigError, ServerOptions
 
-__all__ = ["ConfigError", "RequestOptions", "SegReuseConfig"]
+__all__ = ["OPENING", "ConfigError", "RequestOptions", "SegReuseConfig"]
 
 
 def _parts(modules: list[ModuleType], kind: type[OptionsPart]) -> tuple[Any, ...]:
@@ -29,6 +29,9 @@ def _parts(modules: list[ModuleType], kind: type[OptionsPart]) -> tuple[Any, ...
 _MODULES = having("options")
 _OF_REQUESTS = _parts(_MODULES, RequestPart)
 _OF_SERVERS = _parts(_MODULES, ServerPart)
+
+OPENING = {key: value for part in _OF_SERVERS for key, value in part.opening.items()}
+"""Keys without which the server refuses some options of requests, with a value that allows them."""
 
 if TYPE_CHECKING:
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.features import having
-from vllm_segreuse.features.similar.options import SimilarServer
 from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.model.cells import cell_content_bytes
@@ -41,8 +40,7 @@ def worker_side(
     codec = Codec.RAW if tier is None else Codec(tier.codec)
     if codec is not Codec.RAW:
         cell_content_bytes(kv_cache_config, codec)  # it refuses what the codec cannot store
-    cuts = SimilarServer.of(config).cuts
-    runtime = proven(vllm_config, kv_cache_config, cuts, codec, stats)
+    runtime = proven(vllm_config, kv_cache_config, config.cuts, codec, stats)
     making = MakingWorker(vllm_config, config, kv_cache_config, runtime)
     made = [module.start(making) for module in having("worker")]
     features: list[WorkerFeature] = [feature for feature in made if feature is not None]

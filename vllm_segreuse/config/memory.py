@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.features.similar.options import SimilarServer
 from vllm_segreuse.kernels.scratch import SCRATCH_BYTES
 from vllm_segreuse.model.documents.layout import KEY
 from vllm_segreuse.options.server import STEP_TOKENS
@@ -68,7 +67,7 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     tokens = _prompts(vllm_config) * model.max_model_len
     tokens += vllm_config.scheduler_config.max_num_batched_tokens
     config = _config(vllm_config)
-    states = 6 if SimilarServer.of(config).cuts else 4 if _has_windows(vllm_config) else 2
+    states = 6 if config.cuts else 4 if _has_windows(vllm_config) else 2
     states += _auxiliary_layers(vllm_config)
     of_token = states * model.get_hidden_size() * model.dtype.itemsize + _INDEX_BYTES
     return (
@@ -130,11 +129,10 @@ def _prompts(vllm_config: VllmConfig) -> int:
 def _halo_bytes(vllm_config: VllmConfig, config: SegReuseConfig) -> int:
     """Keys and values at all layers of the tokens that are compared; and of one layer what the
     comparison makes of them, in float32."""
-    similarity = SimilarServer.of(config).similarity
-    if similarity is None or similarity.max_boundary_drift is None:
-        return 0
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    segments = model.max_model_len // similarity.least_run_tokens
+    segments = config.compared_segments(model.max_model_len)
+    if segments is None:
+        return 0
     of_a_step = config.max_step_tokens or STEP_TOKENS["other"]
     tokens = _prompts(vllm_config) * (COMPARED_TOKENS + segments) + of_a_step
     channels = model.get_num_kv_heads(parallel) * model.get_head_size()

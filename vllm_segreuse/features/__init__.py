@@ -2,13 +2,16 @@
 """What a server, a model or a request may use beside plain reuse: one folder each.
 
     options.py      keys of the server's options and of a request's
+    refusals.py     what it refuses when an engine starts
     metrics.py      rows of the table of metrics
     scheduler.py    its half in the scheduler's process (`scheduling/feature.py`)
     worker.py       its half in a worker (`prefill/feature.py`); only this may import torch
     api.py          routes of the administrator
+    front.py        its half in an API server (`serve/front.py`)
 
 A folder has those of these files that the feature needs. To add a feature, add its folder, and its
-name to `FEATURES`.
+name to `FEATURES`. The folders are here, and in `segreuse_extras/`, which the rest of this package
+never imports.
 """
 
 from __future__ import annotations
@@ -18,22 +21,22 @@ from importlib.util import find_spec
 from types import ModuleType
 
 FEATURES = (
-    "knowledge",
-    "audit",
-    "trained",
-    "compressed",
-    "images",
-    "similar",
-    "conversations",
-    "tier",
-    "explain",
-    "tracing",
-    "viewer",
+    "vllm_segreuse.features.knowledge",
+    "vllm_segreuse.features.audit",
+    "segreuse_extras.trained",
+    "segreuse_extras.compressed",
+    "vllm_segreuse.features.images",
+    "segreuse_extras.similar",
+    "vllm_segreuse.features.conversations",
+    "vllm_segreuse.features.tier",
+    "segreuse_extras.explain",
+    "segreuse_extras.tracing",
+    "segreuse_extras.viewer",
 )
 """The folders, in the order in which a request passes the features."""
 
 
 def having(file: str) -> list[ModuleType]:
     """Modules of this name, of the features that have one, in order."""
-    names = [f"{__name__}.{feature}.{file}" for feature in FEATURES]
+    names = [f"{feature}.{file}" for feature in FEATURES]
     return [importlib.import_module(name) for name in names if find_spec(name) is not None]

@@ -4,7 +4,8 @@ all with the options that there are without features."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,6 +41,10 @@ class Refusal(NamedTuple):
 
 class ServerPart(OptionsPart):
     """Keys of the server's options."""
+
+    opening: ClassVar[Mapping[str, Any]] = {}
+    """Keys without which the server refuses some options of requests, with a value that allows
+    them."""
 
 
 class RequestPart(OptionsPart):

@@ -106,6 +106,15 @@ class ServerOptions(PolicyOptions):
         tokens = max_num_batched_tokens // 2 if self.spread_tokens is None else self.spread_tokens
         return tokens * num_layers or None
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers whose inputs are kept as boundary states beside the KV, ascending."""
+        return ()
+
+    def compared_segments(self, max_model_len: int) -> int | None:
+        """Most segments of a prompt whose boundaries are compared in a pass; None: none is."""
+        return None
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:

@@ -31,7 +31,7 @@ _ALWAYS = (
 class Report(NamedTuple):
     """Outcome of one request's admission; prefix + reused + new = prompt.
 
-    Recomputed tokens, exact ones (see `cache/exact.py`), similar ones (see `features/similar/`),
+    Recomputed tokens, exact ones (see `cache/exact.py`), similar ones (`segreuse_extras/similar/`),
     tiered ones, which come from the second tier, and those of images are part of the reused, and
     entering ones, which are computed at some of the layers, of the similar. `computed_share` is the
     work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
@@ -176,8 +176,8 @@ class TrackedRequest:
         restores: whether it gets its own exact prefix from the second tier, also if it bypasses.
         donates_from: its blocks from this position on enter the index; TO_THE_END: none.
         exact_stop: behind this position its tokens stand for other KV than that of its own text
-            (`features/compressed/`): no block that ends there gets an exact name, is part of its
-            prefix hit, or is restored.
+            (`segreuse_extras/compressed/`): no block that ends there gets an exact name, is part
+            of its prefix hit, or is restored.
         tags: of its plans.
         plan: the plan in force for its current blocks; what is exact of them is `plan.exact_until`.
         observed: the plan that would have been carried out.

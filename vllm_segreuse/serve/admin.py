@@ -3,8 +3,8 @@
 
 It is an application of its own, mounted into vLLM's: every path below the prefix wants the token,
 unknown ones and the OpenAPI description included, and every error has one form
-(`schemas.ErrorAnswer`). The viewer's pages (`viewer/`) also take a session's cookie, and their
-errors are pages. vLLM's `--api-key` guards other paths only, and is handed to every client.
+(`schemas.ErrorAnswer`). Features may take paths out (`front.py`). vLLM's `--api-key` guards other
+paths only, and is handed to every client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Mount
+from starlette.routing import BaseRoute, Mount
 from starlette.types import Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
@@ -29,11 +29,8 @@ from vllm_segreuse.features import having
 from vllm_segreuse.features.bodies import TOO_DEEP
 from vllm_segreuse.features.knowledge.errors import KnowledgeError
 from vllm_segreuse.features.knowledge.schemas import PREFIX, Error, ErrorAnswer
-from vllm_segreuse.features.viewer import api as viewer_routes
-from vllm_segreuse.features.viewer.door import MAX_LOGIN_BYTES, Door, is_viewer
-from vllm_segreuse.features.viewer.recent import Recent
-from vllm_segreuse.features.viewer.sessions import Sessions
 from vllm_segreuse.serve import routes
+from vllm_segreuse.serve.front import fronts
 
 ADMIN_TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
 
@@ -55,16 +52,27 @@ def mount(app: FastAPI) -> FastAPI | None:
 
     Returns:
         The application, whose `state` has to be given `engine_client`, `max_body_bytes`, the
-        `service` of knowledge bases, `recent` requests, and vLLM's application as `server`; None
-        without a token: then none of its paths exists.
+        `service` of knowledge bases, and vLLM's application as `server`; None without a token:
+        then none of its paths exists.
     """
     token = os.environ.get(ADMIN_TOKEN_ENV, "").strip(string.whitespace)  # as headers' values are
     if not token:
         logger.info("%s is not set: no administrator's routes", ADMIN_TOKEN_ENV)
         return None
     admin = make_app()
-    app.router.routes.append(Below(admin, token))
+    app.router.routes.extend(mounted(admin, token))
     return admin
+
+
+def mounted(admin: FastAPI, token: str) -> list[BaseRoute]:
+    """The routes of vLLM's application that lead to the administrator's, and to what features add.
+
+    Args:
+        admin: the application (`make_app`).
+        token: the administrator's.
+    """
+    of_features = [route for front in fronts() for route in front.routes(admin, token)]
+    return [*of_features, Below(Gate(admin, token))]
 
 
 def make_app() -> FastAPI:
@@ -79,7 +87,6 @@ def make_app() -> FastAPI:
         responses={"4XX": {"model": ErrorAnswer, "description": "The request is refused."}},
     )
     admin.state.max_body_bytes = SegReuseConfig().knowledge_body_bytes
-    admin.state.recent = Recent(SegReuseConfig().viewer_requests)
     admin.include_router(routes.router)
     for module in having("api"):
         admin.include_router(module.router)
@@ -94,14 +101,13 @@ class Below(Mount):
     """All paths below the prefix; also those with line breaks, which Starlette would leave out.
 
     Args:
-        admin: the application (`make_app`).
-        token: the administrator's.
+        gate: what lets requests pass to the application there.
     """
 
     path_regex: re.Pattern[str]
 
-    def __init__(self, admin: FastAPI, token: str) -> None:
-        super().__init__(PREFIX, app=Gate(admin, token))
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(PREFIX, app=gate)
         self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)
 
 
@@ -116,23 +122,20 @@ class Gate:
     def __init__(self, app: FastAPI, token: str) -> None:
         self._app = app
         self._token = token.encode()
-        app.state.sessions = Sessions(token)
-        self._door = Door(app.state.sessions)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # there are none here: the handshake is refused with 403
             await send({"type": "websocket.close", "code": 1008})
             return
-        is_login = is_viewer(scope) and self._door.is_login(scope)
-        refusal = None if is_login else self._refusal(scope)
+        refusal = self.refusal(scope)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        limit = MAX_LOGIN_BYTES if is_login else self._app.state.max_body_bytes
+        limit = self.limit(scope)
         body = await _read(receive, limit)
         if body is None:
             text = f"this server takes bodies of up to {limit} bytes: send fewer documents at once"
-            await _answer(413, text)(scope, receive, send)
+            await answer(413, text)(scope, receive, send)
             return
         sent = False
 
@@ -145,23 +148,27 @@ class Gate:
 
         await self._app(scope, replay, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def limit(self, scope: Scope) -> int:
+        """Largest body of a request, in bytes."""
+        return int(self._app.state.max_body_bytes)
+
+    def refusal(self, scope: Scope) -> Response | None:
+        """What a request is answered that may not pass; None: it may."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not given.strip():
-            if is_viewer(scope):
-                if self._door.admits(scope):
-                    return None
-                if self._door.wants_page(scope):
-                    return self._door.form(scope)
-            return _answer(
-                401,
-                "this route needs the admin token: Authorization: Bearer ...",
-                {"WWW-Authenticate": "Bearer"},
-            )
+            return self.without_token(scope)
         if not hmac.compare_digest(given.strip(), self._token):
-            return _answer(403, "this is not the admin token")
+            return answer(403, "this is not the admin token")
         return None
+
+    def without_token(self, scope: Scope) -> Response | None:
+        """What a request is answered that brings no token; None: it passes."""
+        return answer(
+            401,
+            "this route needs the admin token: Authorization: Bearer ...",
+            {"WWW-Authenticate": "Bearer"},
+        )
 
 
 async def _read(receive: Receive, max_bytes: int) -> bytes | None:
@@ -176,7 +183,7 @@ async def _read(receive: Receive, max_bytes: int) -> bytes | None:
             return bytes(body)
 
 
-def _answer(
+def answer(
     status: int,
     message: str,
     headers: dict[str, str] | None = None,
@@ -184,34 +191,34 @@ def _answer(
     param: str | None = None,
     kind: str | None = None,
 ) -> JSONResponse:
+    """An error in the form that all have."""
     error = Error(type=kind or _TYPES.get(status, "error"), message=message, param=param)
     body = ErrorAnswer(error=error).model_dump()
     return JSONResponse(body, status_code=status, headers=headers)
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    if is_viewer(request.scope):
-        return viewer_routes.error(request, error.status_code, str(error.detail))
-    return _answer(error.status_code, str(error.detail), error.headers)
+    return answer(error.status_code, str(error.detail), error.headers)
 
 
 async def _recursion_error(request: Request, error: Any) -> JSONResponse:
-    return _answer(400, TOO_DEEP)
+    return answer(400, TOO_DEEP)
 
 
 async def _validation_error(request: Request, error: Any) -> Response:
-    """HTTP 400 that names the first field that does not fit, and not its value: it may be large."""
+    sentence, param = first_fault(error)
+    return answer(400, sentence, param=param)
+
+
+def first_fault(error: RequestValidationError) -> tuple[str, str | None]:
+    """(sentence, field) of the first field that does not fit, without its value: it may be
+    large."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     message = str(first["msg"]).removeprefix("Value error, ")
     param = ".".join(where) or None
-    sentence = f"{param}: {message}" if param else message
-    if is_viewer(request.scope):
-        return viewer_routes.error(request, 400, sentence)
-    return _answer(400, sentence, param=param)
+    return (f"{param}: {message}" if param else message), param
 
 
 async def _knowledge_error(request: Request, error: Any) -> Response:
-    if is_viewer(request.scope):
-        return viewer_routes.error(request, error.status, str(error))
-    return _answer(error.status, str(error), param=error.param, kind=error.type)
+    return answer(error.status, str(error), param=error.param, kind=error.type)

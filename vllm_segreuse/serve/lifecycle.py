@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,8 +15,8 @@ from vllm_segreuse.features.knowledge.engine import ServedEngine
 from vllm_segreuse.features.knowledge.origin import serving_clients
 from vllm_segreuse.features.knowledge.parallel import ParallelEngines
 from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
-from vllm_segreuse.features.viewer.recent import Recent, watching
 from vllm_segreuse.model.documents.folder import names_of
+from vllm_segreuse.serve.front import fronts
 
 logger = init_logger("vllm.segreuse")
 
@@ -53,9 +53,10 @@ async def _administered(admin: FastAPI, client: Any, config: SegReuseConfig) -> 
     admin.state.max_body_bytes = config.knowledge_body_bytes
     admin.state.service = service = await _start_service(client, config)
     admin.state.server.state.segreuse_service = service
-    admin.state.recent = Recent(config.viewer_requests, config.viewer_text)
     try:
-        with watching(admin.state.recent):
+        with ExitStack() as around:
+            for front in fronts():
+                around.enter_context(front.serving(admin, config))
             yield
     finally:
         if service is not None:

@@ -8,18 +8,18 @@ are checked when vLLM validates their sampling parameters (`compat/input_process
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from starlette.requests import HTTPConnection, Request
 from vllm.exceptions import VLLMValidationError
 
-from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config import OPENING, SegReuseConfig
 from vllm_segreuse.config.launch import names_connector
 from vllm_segreuse.features.knowledge.naming import NamedDocument, PlaceError, check_places, shown
 from vllm_segreuse.features.knowledge.origin import Origin, may_name, origin
 from vllm_segreuse.features.knowledge.store import is_entry
-from vllm_segreuse.features.similar.options import SimilarityOptions
 from vllm_segreuse.options.parsing import (
     DOCUMENTS,
     EXTRA_KEYS,
@@ -69,9 +69,14 @@ NOT_HERE = {
 """Paths that take prompts and would ignore our keys at the top level of a body, and what to do.
 Those that only count tokens (`/tokenize`, `/v1/messages/count_tokens`) take any body."""
 
-# Whether a request's options are allowed depends on one of the server's own only: `similarity`.
-_PLAIN_SERVER = SegReuseConfig()
-_ANY_SERVER = SegReuseConfig(similarity=SimilarityOptions())
+
+@cache
+def _server(opened: frozenset[str]) -> SegReuseConfig:
+    """Options of a server with these keys of `OPENING`: no others decide what requests may ask."""
+    return SegReuseConfig.from_options({key: OPENING[key] for key in opened})
+
+
+_ANY_SERVER = _server(frozenset(OPENING))
 
 
 class BadOptionError(VLLMValidationError, ValueError):
@@ -94,14 +99,14 @@ class PromptError(VLLMValidationError, ValueError):
 def check_extra_args(
     extra_args: Mapping[str, Any] | None,
     *,
-    similar: bool = False,
+    opened: frozenset[str] = frozenset(),
     bound: bool = False,
     trust_programs: bool = False,
 ) -> None:
     """Checks our part of `SamplingParams.extra_args`.
 
     Args:
-        similar: whether this engine finds similar segments (`SegReuseConfig.similarity`).
+        opened: which keys of `config.OPENING` this engine's options have.
         bound: whether this engine binds extra keys to API keys (`SegReuseConfig.namespaces`).
         trust_programs: `SegReuseConfig.namespaces_trust_programs`.
 
@@ -110,9 +115,8 @@ def check_extra_args(
     """
     if not extra_args:
         return
-    server = _ANY_SERVER if similar else _PLAIN_SERVER
     try:
-        parsed = parse_request(extra_args, server, trusted=origin.get().is_trusted)
+        parsed = parse_request(extra_args, _server(opened), trusted=origin.get().is_trusted)
         if bound and parsed.extra_keys is not None and not may_name(trust_programs):
             raise RequestError(
                 EXTRA_KEYS,
@@ -146,7 +150,7 @@ def check_params(vllm_config: Any, params: Any) -> None:
     options = config.kv_connector_extra_config
     check_extra_args(
         getattr(params, "extra_args", None),
-        similar=options.get("similarity") is not None,
+        opened=frozenset(key for key in OPENING if options.get(key) is not None),
         bound=options.get("namespaces") is not None,
         trust_programs=options.get("namespaces_trust_programs", False),
     )
@@ -280,7 +284,7 @@ def _bind(
 def admit_body(body: dict[str, Any]) -> None:
     """What `admit` does, to the JSON object that a client sent.
 
-    Whether the server finds similar segments is not known here: `check_extra_args` says so.
+    The server's options are not known here: `check_extra_args` refuses what they rule out.
 
     Raises:
         RequestError: names the option, its value and what is allowed.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.features.similar.align import MAX_RUNS, equal_runs
+from segreuse_extras.similar.align import MAX_RUNS, equal_runs
 
 TEXT = st.lists(st.integers(0, 3), max_size=24)
 

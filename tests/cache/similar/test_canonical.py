@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.features.similar.canonical import Vocabulary, _value_end
-from vllm_segreuse.features.similar.options import SimilarityOptions
+from segreuse_extras.similar.canonical import Vocabulary, _value_end
+from segreuse_extras.similar.options import SimilarityOptions
 
 WORDS = ["price", "Price", " price", "cafe", "ab", " AB", "f", "T", "Z", "\u00e9t\u00e9"]
 SIGNS = ['"', '":', " {", ",", "-", ":", ".", " -", "}", "\n", "  ", " \n"]

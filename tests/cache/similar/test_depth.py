@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segreuse_extras.similar import finder as finder_module
+from segreuse_extras.similar.depth import EVERYTHING, Depths, left_contexts
+from segreuse_extras.similar.options import SimilarityOptions
 from tests.cache.similar.test_fill import NAMESPACE, SIZE, TEXT, index
 from tests.cache.similar.worlds import World
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.features.similar import finder as finder_module
-from vllm_segreuse.features.similar.depth import EVERYTHING, Depths, left_contexts
-from vllm_segreuse.features.similar.options import SimilarityOptions
 from vllm_segreuse.plan import ALL_LAYERS, Pieces
 
 DEPTHS = Depths.of({"8": 2, "16": 5, "all": "full_prefix"})

@@ -3,8 +3,8 @@
 
 import numpy as np
 
+from segreuse_extras.similar.fill import fill
 from vllm_segreuse.cache.index import SegmentIndex
-from vllm_segreuse.features.similar.fill import fill
 
 SIZE, NAMESPACE = 4, 3
 TEXT = [*range(100, 116)]

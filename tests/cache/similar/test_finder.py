@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segreuse_extras.explain.reasons import explain
+from segreuse_extras.similar.finder import SimilarFinder, warm_up
 from tests.cache.similar.worlds import FIRST_WORD, MAX_DEPTH, SIZE, VOCABULARY, World
 from vllm_segreuse.cache.finder import Finder
-from vllm_segreuse.features.explain.reasons import explain
-from vllm_segreuse.features.similar.finder import SimilarFinder, warm_up
 from vllm_segreuse.plan import NO_HALO, Halo
 
 

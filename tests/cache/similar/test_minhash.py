@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from datasketch import MinHash, MinHashLSH
 
-from vllm_segreuse.features.similar.minhash import Permutations, bands_for, shingles
+from segreuse_extras.similar.minhash import Permutations, bands_for, shingles
 
 WIDTH, PLACES = 6, 128
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm_segreuse.features.similar.minhash import bands_for
-from vllm_segreuse.features.similar.windows import MOST, WAYS, Marks, Windows
+from segreuse_extras.similar.minhash import bands_for
+from segreuse_extras.similar.windows import MOST, WAYS, Marks, Windows
 
 PLACES, CONTEXT = 32, 8
 BLOCKS = 40

@@ -9,6 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from segreuse_extras.similar.canonical import Vocabulary
+from segreuse_extras.similar.finder import SimilarFinder
+from segreuse_extras.similar.options import SimilarityOptions
+from segreuse_extras.similar.store import SimilarStore
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.index import SegmentIndex
@@ -16,10 +20,6 @@ from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.compat.block_events import NamedBlocks
-from vllm_segreuse.features.similar.canonical import Vocabulary
-from vllm_segreuse.features.similar.finder import SimilarFinder
-from vllm_segreuse.features.similar.options import SimilarityOptions
-from vllm_segreuse.features.similar.store import SimilarStore
 from vllm_segreuse.scheduling.donors import Donors
 from vllm_segreuse.scheduling.health import Health
 from vllm_segreuse.scheduling.tracked import Method, TrackedRequest

@@ -52,8 +52,8 @@ class FrozenPart(NamedTuple):
         block_ids: blocks with tokens of the part, in order.
         probe: hash of a window of one block's length in the middle of the part; a prompt that has
             it contains the entry's text. None: the part is too short for one, or compressed.
-        tokens: int32, of a compressed part (`features/compressed/finder.py`); None: the blocks
-            hold the text itself.
+        tokens: int32, of a compressed part (`segreuse_extras/compressed/finder.py`); None: the
+            blocks hold the text itself.
         first: of a compressed part, position of its first token where it was made, which is in the
             first of the blocks.
     """

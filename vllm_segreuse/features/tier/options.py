@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from vllm_segreuse.features.similar.options import SimilarServer
 from vllm_segreuse.options import values
 from vllm_segreuse.options.parts import ServerPart
 from vllm_segreuse.options.values import MAX_TOKENS, count, is_number, number, only_known
@@ -109,12 +108,3 @@ class TierServer(ServerPart):
     tier: TierOptions | None = None
     """Whether and where the KV of segments is stored that vLLM evicts; None: nowhere. It cannot be
     combined with `similarity.w_exact`."""
-
-    @model_validator(mode="after")
-    def _check_tier(self) -> Self:
-        if self.tier is not None and SimilarServer.of(self).cuts:
-            raise ValueError(
-                "tier cannot be combined with similarity.w_exact, whose boundary states are not "
-                "stored: remove one of them"
-            )
-        return self

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_segreuse.features.toy.options import ToyRequest, ToyServer
+from toy.options import ToyRequest, ToyServer
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Arriving, Ending, Feature
 from vllm_segreuse.scheduling.making import Making

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages, part of the administrator's application (`serve/admin.py`).
+"""The pages, as routes (`front.py` mounts them).
 
 They are whole documents: links and forms work without scripts. Scripts keep a list up to date, and
 let arrow keys move in a strip.
@@ -18,17 +18,17 @@ from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 import vllm_segreuse
+from segreuse_extras.viewer.asking import EXCERPT_TOKENS, ExplainError, read_request
+from segreuse_extras.viewer.door import SESSION
+from segreuse_extras.viewer.figures import figures
+from segreuse_extras.viewer.inside import explained
+from segreuse_extras.viewer.pages import FILES, FOLDER, HEADERS, login_form, render
+from segreuse_extras.viewer.recent import Recent, RecentRequest
+from segreuse_extras.viewer.sessions import COOKIE, LIFETIME_S, Sessions
+from segreuse_extras.viewer.strip import strip
+from segreuse_extras.viewer.words import verdict
 from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.features.knowledge.service import service_of
-from vllm_segreuse.features.viewer.asking import EXCERPT_TOKENS, ExplainError, read_request
-from vllm_segreuse.features.viewer.door import SESSION
-from vllm_segreuse.features.viewer.figures import figures
-from vllm_segreuse.features.viewer.inside import explained
-from vllm_segreuse.features.viewer.pages import FILES, FOLDER, HEADERS, login_form, render
-from vllm_segreuse.features.viewer.recent import Recent, RecentRequest
-from vllm_segreuse.features.viewer.sessions import COOKIE, LIFETIME_S, Sessions
-from vllm_segreuse.features.viewer.strip import strip
-from vllm_segreuse.features.viewer.words import verdict
 from vllm_segreuse.options.server import OBSERVE
 
 router = APIRouter(prefix=FOLDER, include_in_schema=False)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from segreuse_extras.similar.minhash import Bands, Hashes
 from vllm_segreuse.cache.jit import kernel
-from vllm_segreuse.features.similar.minhash import Bands, Hashes
 from vllm_segreuse.plan import IntArray
 
 Bytes = npt.NDArray[np.uint8]

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from segreuse_extras.similar.options import SimilarityOptions, SimilarRequest, SimilarServer
+from segreuse_extras.similar.start import similar_segments
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.images import PromptImages
-from vllm_segreuse.features.similar.options import SimilarityOptions, SimilarRequest, SimilarServer
-from vllm_segreuse.features.similar.start import similar_segments
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.policies import WITHOUT_CHOICE
 from vllm_segreuse.scheduling.core import Core
@@ -17,7 +17,7 @@ from vllm_segreuse.scheduling.feature import Ending, Feature
 from vllm_segreuse.scheduling.making import Making
 
 if TYPE_CHECKING:
-    from vllm_segreuse.features.similar.finder import SimilarFinder
+    from segreuse_extras.similar.finder import SimilarFinder
 
 
 class SimilarSegments(Feature):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_segreuse.features.tracing.spans import PASS, is_traced, span
+from segreuse_extras.tracing.spans import PASS, is_traced, span
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature

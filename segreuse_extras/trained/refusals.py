@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from segreuse_extras.similar.options import SimilarServer
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.audit.options import AuditServer
-from vllm_segreuse.features.similar.options import SimilarServer
 from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.model.documents.folder import layout_of
-from vllm_segreuse.model.documents.layout import Layout, LayoutError
+from vllm_segreuse.model.documents.layout import LayoutError
 from vllm_segreuse.options.server import ServerOptions
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ POLICY = "link"
 """What reports call it. It is no choice: such a model has no other."""
 
 
-def isolated_layout(vllm_config: VllmConfig, config: ServerOptions) -> Layout | None:
-    """The layout of the model's prompts; None: an ordinary model.
+def check(vllm_config: VllmConfig, config: ServerOptions) -> None:
+    """Refuse a model that was trained so and cannot be served.
 
     Raises:
         RefusedError: the folder contradicts itself, or an option contradicts the model.
@@ -32,7 +32,6 @@ def isolated_layout(vllm_config: VllmConfig, config: ServerOptions) -> Layout | 
         raise RefusedError(str(error)) from None
     if layout is not None:
         check_options(config)
-    return layout
 
 
 def check_options(config: ServerOptions) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from segreuse_extras.trained import requests as isolated
+from segreuse_extras.trained.refusals import POLICY
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
-from vllm_segreuse.features.trained import requests as isolated
-from vllm_segreuse.features.trained.refusals import POLICY
 from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.core import Core

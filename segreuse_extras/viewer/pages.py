@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
-from vllm_segreuse.features.viewer import templating
+from segreuse_extras.viewer import templating
 
 FOLDER = "/ui"
 """Path of all pages, below that of the administrator's routes."""

@@ -7,7 +7,7 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_segreuse.features.compressed.compression import Compression
+from segreuse_extras.compressed.compression import Compression
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
 from vllm_segreuse.plan import PlanOutcome

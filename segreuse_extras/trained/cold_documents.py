@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from segreuse_extras.trained.finder import IsolatedDocument
 from vllm_segreuse.compat.block_events import BlockListener
-from vllm_segreuse.features.trained.finder import IsolatedDocument
 from vllm_segreuse.plan import IntArray
 from vllm_segreuse.scheduling.planner import BlockPins
 

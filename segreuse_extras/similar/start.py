@@ -12,18 +12,18 @@ from vllm.logger import init_logger
 from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
+from segreuse_extras.similar.options import SimilarityOptions, SimilarServer
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.engine.metrics import Counted
-from vllm_segreuse.features.similar.options import SimilarityOptions, SimilarServer
 from vllm_segreuse.options.server import ServerOptions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-    from vllm_segreuse.features.similar.canonical import Vocabulary
-    from vllm_segreuse.features.similar.finder import SimilarFinder
+    from segreuse_extras.similar.canonical import Vocabulary
+    from segreuse_extras.similar.finder import SimilarFinder
 
 logger = init_logger("vllm.segreuse")
 
@@ -52,8 +52,8 @@ def similar_segments(
     if options is None:
         return None
     # Imported here: datasketch loads scipy, which nobody else in this process needs.
-    from vllm_segreuse.features.similar.finder import SimilarFinder, warm_up
-    from vllm_segreuse.features.similar.store import SimilarStore
+    from segreuse_extras.similar.finder import SimilarFinder, warm_up
+    from segreuse_extras.similar.store import SimilarStore
 
     warm_up(options)
     return SimilarFinder(
@@ -68,7 +68,7 @@ def similar_segments(
 
 def vocabulary(model_config: ModelConfig, options: SimilarityOptions) -> Vocabulary:
     """What a model's tokens are compared by; without its tokenizer, each token by itself."""
-    from vllm_segreuse.features.similar.canonical import Vocabulary
+    from segreuse_extras.similar.canonical import Vocabulary
 
     try:
         tokenizer = cached_tokenizer_from_config(model_config)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_segreuse.cache.forgotten import Forgotten
-from vllm_segreuse.features.explain.options import ExplainOptions
-from vllm_segreuse.features.explain.reasons import (
+from segreuse_extras.explain.options import ExplainOptions
+from segreuse_extras.explain.reasons import (
     Reasons,
     Unused,
     explain,
@@ -19,6 +18,7 @@ from vllm_segreuse.features.explain.reasons import (
     with_acceptance,
     with_recomputed,
 )
+from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.arrival import RecentAdapters
 from vllm_segreuse.scheduling.core import Core

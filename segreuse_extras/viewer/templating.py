@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from vllm_segreuse.features.viewer.strip import WIDTH
+from segreuse_extras.viewer.strip import WIDTH
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"

@@ -5,10 +5,11 @@ requests."""
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.options.parts import Refusal, RequestPart, ServerPart
 from vllm_segreuse.options.values import (
     ALL,
@@ -142,6 +143,8 @@ class SimilarityOptions(BaseModel):
 class SimilarServer(ServerPart):
     """Whether similar segments are found at all, and how."""
 
+    opening: ClassVar[Mapping[str, Any]] = {"similarity": {}}
+
     similarity: Annotated[SimilarityOptions | None, BeforeValidator(_similarity)] = None
     """How similar segments are found (docs/similar.md), and whether requests reuse them that do not
     say; None: no request does."""
@@ -150,6 +153,21 @@ class SimilarServer(ServerPart):
     def cuts(self) -> tuple[int, ...]:
         """See `SimilarityOptions`."""
         return () if self.similarity is None else self.similarity.cuts
+
+    def compared_segments(self, max_model_len: int) -> int | None:
+        """See `ServerOptions`: those that begin with a halo."""
+        if self.similarity is None or self.similarity.max_boundary_drift is None:
+            return None
+        return max_model_len // self.similarity.least_run_tokens
+
+    @model_validator(mode="after")
+    def _check_tier(self) -> Self:
+        if self.cuts and TierServer.of(self).tier is not None:
+            raise ValueError(
+                "tier cannot be combined with similarity.w_exact, whose boundary states are not "
+                "stored: remove one of them"
+            )
+        return self
 
 
 class SimilarRequest(RequestPart):

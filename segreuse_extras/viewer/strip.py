@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_segreuse.features.viewer import words
+from segreuse_extras.viewer import words
 
 WIDTH = 1000
 """Units of a strip's width."""

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from segreuse_extras.similar.align import donor_slots
+from segreuse_extras.similar.canonical import Vocabulary
+from segreuse_extras.similar.minhash import Permutations, bands_for, shingles
+from segreuse_extras.similar.options import SimilarityOptions
+from segreuse_extras.similar.windows import Marks, Windows
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.features.similar.align import donor_slots
-from vllm_segreuse.features.similar.canonical import Vocabulary
-from vllm_segreuse.features.similar.minhash import Permutations, bands_for, shingles
-from vllm_segreuse.features.similar.options import SimilarityOptions
-from vllm_segreuse.features.similar.windows import Marks, Windows
 from vllm_segreuse.plan import IntArray
 
 CONTEXT_PLACES = 32

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_segreuse.features.tracing.spans import headers_of, is_traced, match_span
+from segreuse_extras.tracing.spans import headers_of, is_traced, match_span
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Feature
 from vllm_segreuse.scheduling.making import Making
 

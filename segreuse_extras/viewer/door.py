@@ -17,8 +17,8 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.responses import Response
 
-from vllm_segreuse.features.viewer.pages import FOLDER, LOGIN, login_form
-from vllm_segreuse.features.viewer.sessions import COOKIE, Sessions, is_foreign
+from segreuse_extras.viewer.pages import FOLDER, LOGIN, login_form
+from segreuse_extras.viewer.sessions import COOKIE, Sessions, is_foreign
 
 MAX_LOGIN_BYTES = 4096
 """Largest body of those who are not known yet."""

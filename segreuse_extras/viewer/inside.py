@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from vllm_segreuse.features.viewer.asking import TIMEOUT_S, Explanation, authorized, explain
+from segreuse_extras.viewer.asking import TIMEOUT_S, Explanation, authorized, explain
 
 
 class Inside(httpx.BaseTransport):

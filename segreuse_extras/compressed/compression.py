@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from segreuse_extras.compressed.finder import CopyFinder, NamedFinder, PartsFinder
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
-from vllm_segreuse.features.compressed.finder import CopyFinder, NamedFinder, PartsFinder
 from vllm_segreuse.features.knowledge.freezing import MakePart
 from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.options.parsing import ParsedRequest

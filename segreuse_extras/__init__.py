@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features that plain reuse does without, in folders as those of `vllm_segreuse/features/`.
+
+    trained, compressed         models that were trained to see documents computed alone, and
+                                documents that such models compress
+    similar                     segments that are similar, but not equal
+    explain, tracing, viewer    where reuse comes from: in reports, in traces, on pages
+
+`vllm_segreuse.features.FEATURES` names them. They import `vllm_segreuse`, which never imports them
+otherwise.
+"""
