@@ -39,6 +39,8 @@ INSTRUCTION_SETS = {
 
 _CODE = (
     "vllm_segreuse",
+    "segreuse_extras",
+    "segreuse_store",
     "segreuse_tools",
     "kernels",
     "csrc",

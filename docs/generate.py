@@ -284,7 +284,8 @@ def _imported_alone(name: str) -> Any:
     absent = ("vllm", "torch", "prometheus_client")
     before = dict(sys.modules)
     for key in before:
-        ours = key.startswith("vllm_segreuse.") and key != "vllm_segreuse.features"
+        ours = key.startswith(("vllm_segreuse.", "segreuse_extras"))
+        ours = ours and key != "vllm_segreuse.features"
         if ours or key.split(".")[0] in absent:
             del sys.modules[key]
     finder = _StandIns(*absent)

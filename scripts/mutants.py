@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes mistakes, drawn at random, in copies of the sources, and sees whether the tests notice.
 
-    python scripts/mutants.py 50                  so many, anywhere in the package
+    python scripts/mutants.py 50                  so many, anywhere in the packages
     python scripts/mutants.py 20 --within vllm_segreuse/cache vllm_segreuse/scheduling/scheduler.py
     python scripts/mutants.py 50 --seed 7         a draw again (from the same sources)
-    python scripts/mutants.py 50 --named          with no more than the tests of what is changed
     python scripts/mutants.py 50 --json FILE      all of it as JSON
 
-Each is tried on the quick tests that import what it changes, in a fork of a process that has vLLM
-loaded; where these notice nothing, again in a process of its own, then on all quick ones (those of
-`make quick`). Exit status 1 if a mutant survives, 2 if the sources fail unchanged. What is
-interrupted reports what it has.
+All quick tests (those of `make quick`) run once, unchanged, to know which of them run which line.
+Each mutant is then tried on those that run its line, in forks of a process that has vLLM loaded.
+Files of tests that fail unchanged notice nothing: they are named, and left out. Exit status 1 if a
+mutant survives, 2 if nothing can be tried. What is interrupted reports what it has.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import environment, write_json
-from tests.mutants import copies, sampled
+from tests.mutants import copies, lines, sampled
 from tests.mutants.copies import MutantsError
 from tests.mutants.places import Place, Sources
 from tests.mutants.sampled import Mutant
@@ -48,18 +47,18 @@ class Verdict:
     """Of one mutant.
 
     Attributes:
-        what: the tests that noticed ("named tests" or "quick tests"), or "survived".
-        how: the first test that failed.
+        how: the first test that noticed; None: it survived.
+        files: of tests that were to notice.
     """
 
     mutant: Mutant
-    what: str
-    how: str
+    how: str | None
+    files: int
     seconds: float
 
     @property
     def is_caught(self) -> bool:
-        return self.what != "survived"
+        return self.how is not None
 
     @property
     def row(self) -> dict[str, Any]:
@@ -67,8 +66,8 @@ class Verdict:
         return {
             "file": self.mutant.file,
             "why": self.mutant.why,
-            "verdict": self.what,
-            "how": self.how,
+            "verdict": "caught" if self.is_caught else "survived",
+            "how": self.how or f"{self.files} files of tests run it",
             "seconds": round(self.seconds, 1),
         }
 
@@ -82,6 +81,7 @@ class Trial:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.verdicts: list[Verdict] = []
+        self._traced = lines.Traced({}, {}, {})
         self._options = options
         self._stopped = False
 
@@ -89,7 +89,7 @@ class Trial:
         """Draw mutants, and try all of them.
 
         Raises:
-            MutantsError: the sources fail unchanged, or there is nothing to draw from.
+            MutantsError: no test can be run, or there is nothing to draw from.
         """
         options = self._options
         with tempfile.TemporaryDirectory(prefix="mutants-") as directory, ExitStack() as ends:
@@ -97,36 +97,31 @@ class Trial:
             sources = Sources(here / "sources")
             drawn = sampled.sample(options.count, options.seed, sources.root, options.within)
             if not drawn:
-                raise MutantsError(f"no source files of the package in {options.within}")
+                raise MutantsError(f"no source files of the packages in {options.within}")
+            self._traced = lines.traced(sources.root, sampled.FOLDERS, options.jobs)
+            for how in self.left_out.values():
+                print(f"left out, since it fails unchanged: {how}", flush=True)
             numbers = range(min(options.jobs, len(drawn)))
             places = [ends.enter_context(Place(sources, here / f"copy{n}")) for n in numbers]
-            self._each(places, self.check_unchanged, {test for it in drawn for test in it.tests})
-            if not options.named:
-                workers = ("-n", str(options.jobs), "--dist", "worksteal")
-                _complain(copies.failure(sources.root, "-m", "not e2e", *workers))
             self._each(places, self._try, drawn)
 
-    def check_unchanged(self, place: Place, file: str) -> None:
-        """Run a file of tests on sources that nobody has changed.
-
-        Raises:
-            MutantsError: it fails.
-        """
-        _complain(place.unchanged(file))
+    @property
+    def left_out(self) -> dict[str, str]:
+        """By file of tests that fails without a mutant, the first test that does."""
+        return self._traced.failed
 
     def _try(self, place: Place, mutant: Mutant) -> None:
         began = time.monotonic()
-        what, how = place.tried(mutant, self._options.named)
+        tests = self._traced.tests(mutant.file, mutant.line)
+        how = place.tried(mutant, tests)
         if not self._stopped:
-            self._add(Verdict(mutant, what, how, time.monotonic() - began))
+            self._add(Verdict(mutant, how, len(tests), time.monotonic() - began))
 
     def _add(self, verdict: Verdict) -> None:
         self.verdicts.append(verdict)
         row = verdict.row
-        print(f"{row['verdict']:12} {row['seconds']:5.0f} s  {row['file']}: {row['why'][:90]}")
-        if verdict.how:
-            print(f"{'':21} {verdict.how}")
-        sys.stdout.flush()
+        print(f"{row['verdict']:8} {row['seconds']:5.0f} s  {row['file']}: {row['why'][:90]}")
+        print(f"{'':17} {row['how']}", flush=True)
 
     def _each(
         self, places: Sequence[Place], work: Callable[[Place, T], None], items: Iterable[T]
@@ -155,12 +150,6 @@ class Trial:
                 raise
 
 
-def _complain(how: str | None) -> None:
-    """Raise if tests of the unchanged sources fail."""
-    if how:
-        raise MutantsError(f"the sources fail unchanged in {how}: mend them first")
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", type=int, help="mutants to draw")
@@ -169,13 +158,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=sampled.FOLDERS,
         metavar="PATH",
-        help="files and folders of the package to draw from (default: all of it)",
+        help="files and folders of the packages to draw from (default: all of it)",
     )
     parser.add_argument(
         "--seed", type=int, default=random.randrange(10**6), help="of the draw (default: any)"
-    )
-    parser.add_argument(
-        "--named", action="store_true", help="only the tests that import what is changed"
     )
     parser.add_argument("--jobs", type=int, default=CORES, help="mutants at a time (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write verdicts and summary")

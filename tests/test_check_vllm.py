@@ -86,7 +86,7 @@ def compared(script: Any, tmp_path: Path) -> Any:
         written(tmp_path / "new" / "vllm", changed)
         ours = written(tmp_path / "ours", OURS)
         old, new = script.Sources(tmp_path / "old"), script.Sources(tmp_path / "new")
-        return script.compare(ours, old, new)
+        return script.compare([ours], old, new)
 
     return compare
 
@@ -198,21 +198,21 @@ def test_of_two_places_of_a_name_one_is_enough(script: Any, tmp_path: Path) -> N
     ours = written(tmp_path / "ours", {"a.py": either})
     old = script.Sources(written(tmp_path / "old", {"vllm/old.py": "def f(x): ..."}))
     assert not script.compare(
-        ours, old, script.Sources(written(tmp_path / "new", {"vllm/new.py": "def f(x): ..."}))
+        [ours], old, script.Sources(written(tmp_path / "new", {"vllm/new.py": "def f(x): ..."}))
     ).breaks
     assert list(
         script.compare(
-            ours, old, script.Sources(written(tmp_path / "n", {"vllm/new.py": "def f(): ..."}))
+            [ours], old, script.Sources(written(tmp_path / "n", {"vllm/new.py": "def f(): ..."}))
         ).breaks
     ) == ["vllm.old.f has no parameter x any more: it took (x), and takes () [a.py]"]
     gone = script.Sources(written(tmp_path / "gone", {"vllm/other.py": ""}))
-    assert list(script.compare(ours, old, gone).breaks) == ["vllm.old.f is gone [a.py]"]
+    assert list(script.compare([ours], old, gone).breaks) == ["vllm.old.f is gone [a.py]"]
 
 
 def test_what_is_not_in_the_sources_is_said(script: Any, tmp_path: Path) -> None:
     ours = written(tmp_path / "ours", {"a.py": "from vllm import _C\n"})
     vllm = script.Sources(written(tmp_path / "old", {"vllm/__init__.py": ""}))
-    assert script.compare(ours, vllm, vllm).unresolved == {"vllm._C"}
+    assert script.compare([ours], vllm, vllm).unresolved == {"vllm._C"}
 
 
 def wheel(file: Path, name: str, sources: dict[str, str]) -> Path:
@@ -260,7 +260,7 @@ def test_another_file_is_refused_in_one_sentence(
 def test_the_installed_vllm_breaks_nothing_and_is_looked_up_whole(script: Any) -> None:
     installed, version = script.installed_sources()
     assert version.startswith("0.")
-    found = script.compare(script.PACKAGE, installed, installed)
+    found = script.compare(script.PACKAGES, installed, installed)
     assert not found.breaks
     assert not found.to_read
     assert not found.unresolved

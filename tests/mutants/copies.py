@@ -22,7 +22,8 @@ TIMEOUT_S = 3600
 
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "haste", "--hypothesis-profile=quick")
 
-_MACHINE_CODE = "vllm_segreuse/**/*.nb[ci]"
+_COMPILED = ("vllm_segreuse", "segreuse_extras")
+"""Packages with functions that numba compiles."""
 _running: set[subprocess.Popen[str]] = set()
 _HASTE = """# Found is enough: nobody reads the smallest example.
 from hypothesis.internal.conjecture import engine
@@ -44,7 +45,8 @@ def copy_sources(to: Path) -> None:
     _git("clone", "--quiet", "--shared", "--no-checkout", str(REPOSITORY), str(to))
     listed = ("ls-files", "--cached", "--others", "--exclude-standard", "-z")
     names = _git("-C", str(REPOSITORY), *listed).rstrip("\0").split("\0")
-    made = [*REPOSITORY.glob("vllm_segreuse/kernels/*.so"), *REPOSITORY.glob(_MACHINE_CODE)]
+    made = [*REPOSITORY.glob("vllm_segreuse/kernels/*.so")]
+    made += [path for it in _COMPILED for path in REPOSITORY.glob(f"{it}/**/*.nb[ci]")]
     for name in [*names, *(str(path.relative_to(REPOSITORY)) for path in made)]:
         source, target = REPOSITORY / name, to / name
         if source.is_symlink() or source.is_file():
@@ -131,7 +133,8 @@ def first_failure(output: str) -> str | None:
 
 def drop_machine_code(root: Path, file: str) -> None:
     """Drop numba's code of a source file, and of all whose constants and types come from it."""
-    package = {path: _imported(path) for path in (REPOSITORY / "vllm_segreuse").glob("**/*.py")}
+    files = [path for it in _COMPILED for path in REPOSITORY.glob(f"{it}/**/*.py")]
+    package = {path: _imported(path) for path in files}
     stale: set[Path] = set()
     new = {REPOSITORY / file}
     while new:

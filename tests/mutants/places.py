@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from tests.mutants.forks import Forks
 from tests.mutants.sampled import Mutant
 
 QUICK = ("-m", "not e2e", "-p", "no:xdist")
+TOGETHER = 8
+"""Files of tests in one run: a run has a limit of time."""
 
 
 class Sources:
@@ -20,12 +22,14 @@ class Sources:
 
     Attributes:
         root: they are here, with all the machine code that their tests have made.
-        alone: test files that pass, but not in a fork.
+        alone, in_forks: test files of which is known whether they pass in a process of their own
+            only, or in forks, too.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.alone: set[str] = set()
+        self.in_forks: set[str] = set()
         copies.copy_sources(root)
 
 
@@ -49,30 +53,34 @@ class Place:
         self._stopped = True
         self._forks.stop()
 
-    def unchanged(self, file: str) -> str | None:
-        """How tests of one file fail without a mutant, or None. They leave their machine code."""
-        root = self._sources.root
-        if not self._forks.failure(root, *QUICK, file):
-            return None
-        how = self._own_process(root, *QUICK, file)
-        self._sources.alone.add(file)
-        return how
-
-    def tried(self, mutant: Mutant, named_only: bool) -> tuple[str, str]:
-        """(what, how) of a verdict: which tests notice a mutant, and the first one that fails.
+    def tried(self, mutant: Mutant, tests: Sequence[str]) -> str | None:
+        """The first test that notices a mutant; None: none does.
 
         Args:
-            named_only: leave out the tests that it does not name.
+            tests: files of tests, all of which pass without it.
         """
         with self._changed(mutant):
-            in_fork = [test for test in mutant.tests if test not in self._sources.alone]
-            if in_fork and (how := self._forks.failure(self._root, *QUICK, *in_fork)):
-                return "named tests", how
-            if mutant.tests and (how := self._own_process(self._root, *QUICK, *mutant.tests)):
-                return "named tests", how
-            if not named_only and (how := self._own_process(self._root, *QUICK)):
-                return "quick tests", how
-            return "survived", ""
+            alone = [test for test in tests if test in self._sources.alone]
+            rest = [test for test in tests if test not in alone]
+            while rest:
+                together = rest[:TOGETHER]
+                how = self._forks.failure(self._root, *QUICK, *together)
+                if how and self._fails_in_forks(file := how.partition("::")[0]):
+                    alone.append(file)
+                    rest.remove(file)
+                elif how:
+                    return how
+                else:
+                    del rest[:TOGETHER]
+            return self._own_process(self._root, *QUICK, *alone) if alone else None
+
+    def _fails_in_forks(self, file: str) -> bool:
+        """Whether a file of tests fails in a fork without a mutant, too."""
+        if file in self._sources.alone or file in self._sources.in_forks:
+            return file in self._sources.alone
+        fails = self._forks.failure(self._sources.root, *QUICK, file) is not None
+        (self._sources.alone if fails else self._sources.in_forks).add(file)
+        return fails
 
     def _own_process(self, root: Path, *arguments: str) -> str | None:
         return None if self._stopped else copies.failure(root, *arguments)

@@ -38,14 +38,14 @@ class Mutant(NamedTuple):
     Attributes:
         file: path of the source file below the root.
         text: of the whole file, with the mistake.
+        line: that the mistake is in.
         why: what was changed, and where.
-        tests: files of tests that should notice, the most telling first.
     """
 
     file: str
     text: str
+    line: int
     why: str
-    tests: tuple[str, ...]
 
 
 class Change(NamedTuple):
@@ -196,59 +196,20 @@ def sample(count: int, seed: int, root: Path, within: Sequence[str] = FOLDERS) -
     paths = [it for it in paths if any(it.is_relative_to(one) for one in wanted)]
     places = [(path, *it) for path in paths for it in changes(path)]
     drawn = random.Random(seed).sample(places, min(count, len(places)))
-    tests = test_files(root)
-    return [_mutant(root, *it, tests) for it in drawn]
+    return [_mutant(root, *it) for it in drawn]
 
 
-def _mutant(
-    root: Path, path: Path, line: int, change: Change, tests: dict[str, list[str]]
-) -> Mutant:
+def _mutant(root: Path, path: Path, line: int, change: Change) -> Mutant:
     source, file = path.read_bytes(), str(path.relative_to(root))
     text = source[: change.start] + change.text.encode() + source[change.end :]
     was = source[change.start : change.end].decode()
     why = f"line {line}: {_short(was)} became {_short(change.text) or 'nothing'}"
-    return Mutant(file, text.decode(), why, tuple(tests_of(_module(file), tests)))
+    return Mutant(file, text.decode(), line, why)
 
 
 def _short(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def test_files(root: Path) -> dict[str, list[str]]:
-    """Files of tests without an engine, by module of ours that they import."""
-    found: dict[str, list[str]] = {}
-    for path in sorted((root / "tests").rglob("test_*.py")):
-        if "e2e" not in path.parts and "gpu" not in path.parts:
-            for module in sorted(set(_imported(ast.parse(path.read_bytes())))):
-                found.setdefault(module, []).append(str(path.relative_to(root)))
-    return found
-
-
-def tests_of(module: str, tests: dict[str, list[str]]) -> list[str]:
-    """Tests that import a module, those first that have its name; if none does, tests that import
-    others of its folder."""
-    folder = module.rpartition(".")[0]
-    beside = {file for it, files in tests.items() if it.startswith(f"{folder}.") for file in files}
-    name = f"/test_{module.rpartition('.')[2]}.py"
-    return sorted(tests.get(module) or beside, key=lambda it: (not it.endswith(name), it))
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    ours = {Path(folder).name for folder in FOLDERS}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ours:
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (it.name for it in node.names if it.name.partition(".")[0] in ours)
-
-
-def _module(file: str) -> str:
-    """The module that a file is, as others import it."""
-    folder = next(it for it in FOLDERS if Path(file).is_relative_to(it))
-    path = Path(file).relative_to(Path(folder).parent).with_suffix("")
-    return ".".join(path.parts).removesuffix(".__init__")
 
 
 def shares(rows: Sequence[tuple[str, bool]]) -> dict[str, str]:

@@ -5,25 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from scripts import mutants
 from tests.mutants import copies, forks
-from tests.mutants.copies import MutantsError
-from tests.mutants.places import Place, Sources
+from tests.mutants.places import TOGETHER, Place, Sources
 from tests.mutants.sampled import Mutant
 
 ANSWER = "vllm_segreuse/answer.py"
-RIGHT, BROKEN, FORKED = "tests/test_answer.py", "tests/test_broken.py", "tests/test_forked.py"
+RIGHT, FORKED = "tests/test_answer.py", "tests/test_forked.py"
 
 
-def mutant(answer: int, *tests: str) -> Mutant:
-    return Mutant(ANSWER, f"ANSWER = {answer}\n", "wrong", tests)
+def mutant(answer: int) -> Mutant:
+    return Mutant(ANSWER, f"ANSWER = {answer}\n", 1, "wrong")
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(copy, last argument) of each process of tests.
 
-    One test asks for an answer of 42, another one always fails, and the third one fails in forks.
+    One file of tests asks for an answer of 42, and the other one also fails in forks.
     """
     runs: list[tuple[str, str]] = []
 
@@ -33,11 +31,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     def failure(root: Path, *arguments: str) -> str | None:
         runs.append((root.name, arguments[-1]))
-        is_right = "42" in (root / ANSWER).read_text() and arguments[-1] != BROKEN
-        return None if is_right else arguments[-1]
+        is_right = "42" in (root / ANSWER).read_text()
+        return None if is_right else f"{arguments[-1]}::test_it"
 
     def in_fork(self: forks.Forks, root: Path, *arguments: str) -> str | None:
-        return failure(root, *arguments) if FORKED not in arguments else FORKED
+        found = failure(root, *arguments)
+        return f"{FORKED}::test_it" if FORKED in arguments else found
 
     monkeypatch.setattr(copies, "copy_sources", copy_sources)
     monkeypatch.setattr(copies, "failure", failure)
@@ -45,14 +44,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return runs
 
 
-def test_a_mutant_is_tried_on_its_tests_then_on_all(
+def test_a_mutant_is_tried_on_files_of_tests_until_one_notices(
     tmp_path: Path, runs: list[tuple[str, str]]
 ) -> None:
+    many = [f"tests/test_{n}.py" for n in range(TOGETHER)]
     with Place(Sources(tmp_path / "sources"), tmp_path / "copy") as place:
-        assert place.tried(mutant(41, RIGHT), named_only=False) == ("named tests", RIGHT)
-        assert place.tried(mutant(42, RIGHT), named_only=True) == ("survived", "")
-        assert place.tried(mutant(42, RIGHT), named_only=False) == ("survived", "")
-        assert runs == [("copy", RIGHT)] * 5 + [("copy", "no:xdist")]
+        assert place.tried(mutant(41), [RIGHT]) == f"{RIGHT}::test_it"
+        assert place.tried(mutant(42), [*many, RIGHT]) is None
+        assert place.tried(mutant(41), []) is None
+        assert runs == [("copy", RIGHT), ("sources", RIGHT), ("copy", many[-1]), ("copy", RIGHT)]
         assert (tmp_path / "copy" / ANSWER).read_text() == "ANSWER = 42\n"
 
 
@@ -60,16 +60,5 @@ def test_a_failure_in_a_fork_alone_is_not_the_mutants(
     tmp_path: Path, runs: list[tuple[str, str]]
 ) -> None:
     with Place(Sources(tmp_path / "sources"), tmp_path / "copy") as place:
-        assert place.unchanged(FORKED) is None
-        assert place.tried(mutant(42, FORKED), named_only=True) == ("survived", "")
-        assert place.tried(mutant(41, FORKED), named_only=True) == ("named tests", FORKED)
-
-
-def test_a_test_that_fails_unchanged_ends_the_trial(
-    tmp_path: Path, runs: list[tuple[str, str]]
-) -> None:
-    trial = mutants.Trial(mutants.parse(["1"]))
-    with Place(Sources(tmp_path / "sources"), tmp_path / "copy") as place:
-        with pytest.raises(MutantsError, match=f"fail unchanged in {BROKEN}: mend them first"):
-            trial.check_unchanged(place, BROKEN)
-        trial.check_unchanged(place, RIGHT)
+        assert place.tried(mutant(42), [FORKED, RIGHT]) is None
+        assert place.tried(mutant(41), [FORKED]) == f"{FORKED}::test_it"

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files of tests run which lines of the package: a mistake is tried on those only.
+
+Lines that run when a module is imported belong to whoever imports it, and coverage does not see
+those of functions that numba compiles: for both, all count that run any line of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import coverage
+
+from tests.mutants import tracing
+from tests.mutants.copies import MutantsError
+
+QUICK = ("-m", "not e2e", "--ignore=tests/e2e", "--hypothesis-profile=quick")
+
+
+class Traced(NamedTuple):
+    """A run of all quick tests on unchanged sources.
+
+    Attributes:
+        seconds: of each file of tests.
+        failed: by file of tests that fails, the first test that does.
+        lines: by source file and line, the files of tests that run it; "" is for those that run it
+            while they are collected.
+    """
+
+    seconds: dict[str, float]
+    failed: dict[str, str]
+    lines: dict[str, dict[int, set[str]]]
+
+    def tests(self, file: str, line: int) -> list[str]:
+        """The files of tests that may notice a change of a line, the quickest first."""
+        lines = self.lines.get(file, {})
+        found = lines.get(line, set())
+        if "" in found or not found:
+            found = {test for tests in lines.values() for test in tests}
+        known = (found & self.seconds.keys()) - self.failed.keys()
+        return sorted(known, key=lambda test: (self.seconds[test], test))
+
+
+def traced(root: Path, folders: Sequence[str], jobs: int) -> Traced:
+    """Run all quick tests of a copy.
+
+    Args:
+        root: the copy.
+        folders: packages whose lines are wanted, below it.
+        jobs: processes.
+
+    Raises:
+        MutantsError: no test could be run.
+    """
+    with tempfile.TemporaryDirectory(prefix="traced-") as directory:
+        here = Path(directory)
+        settings, seconds = here / "rc", here / "seconds.json"
+        sources = "\n    ".join(str(root / folder) for folder in folders)
+        settings.write_text(
+            f"[run]\nparallel = true\ndata_file = {here / 'data'}\n"
+            f"source =\n    {sources}\ncontext = ${{{tracing.FILE}-}}\n"
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(root),
+            "COVERAGE_PROCESS_START": str(settings),
+            tracing.SECONDS: str(seconds),
+        }
+        workers = ("-n", str(jobs), "--dist", "loadfile")
+        plugins = ("-p", "no:cacheprovider", "-p", tracing.__name__)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *plugins, *QUICK, *workers],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if not seconds.exists():
+            raise MutantsError(f"no test could be run: {(done.stdout + done.stderr)[-500:]}")
+        failed: dict[str, str] = {}
+        for test in re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE):
+            failed.setdefault(test.partition("::")[0], test)
+        return Traced(json.loads(seconds.read_text()), failed, _lines(here, root))
+
+
+def _lines(folder: Path, root: Path) -> dict[str, dict[int, set[str]]]:
+    together = coverage.CoverageData(str(folder / "data"))
+    for part in sorted(folder.glob("data.*")):
+        data = coverage.CoverageData(str(part))
+        data.read()
+        together.update(data)
+    return {
+        str(Path(file).relative_to(root)): {
+            line: {context.strip("|").rpartition("|")[2] for context in contexts}
+            for line, contexts in together.contexts_by_lineno(file).items()
+        }
+        for file in together.measured_files()
+    }
