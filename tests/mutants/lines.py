@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -88,15 +89,15 @@ def traced(root: Path, folders: Sequence[str], jobs: int) -> Traced:
         failed: dict[str, str] = {}
         for test in re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE):
             failed.setdefault(test.partition("::")[0], test)
-        return Traced(json.loads(seconds.read_text()), failed, _lines(here, root))
+        return Traced(json.loads(seconds.read_text()), failed, _lines(settings, here, root))
 
 
-def _lines(folder: Path, root: Path) -> dict[str, dict[int, set[str]]]:
-    together = coverage.CoverageData(str(folder / "data"))
-    for part in sorted(folder.glob("data.*")):
-        data = coverage.CoverageData(str(part))
-        data.read()
-        together.update(data)
+def _lines(settings: Path, folder: Path, root: Path) -> dict[str, dict[int, set[str]]]:
+    all_processes = coverage.Coverage(config_file=str(settings))
+    with warnings.catch_warnings():  # of files that killed processes left unfinished
+        warnings.simplefilter("ignore", coverage.exceptions.CoverageWarning)
+        all_processes.combine([str(folder)])
+    together = all_processes.get_data()
     return {
         str(Path(file).relative_to(root)): {
             line: {context.strip("|").rpartition("|")[2] for context in contexts}

@@ -36,6 +36,14 @@ def test_it():
     program = "from answers.answer import shouted; print(shouted())"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "42!\\n"
 """
+KILLED = """
+
+def test_a_process_that_is_killed_leaves_no_data():
+    import coverage, os, pathlib
+
+    folder = pathlib.Path(coverage.Coverage.current().config.data_file).parent
+    (folder / "data.killed.pid1.Xabcdefg").write_bytes(b"")
+"""
 BROKEN = ASKED.replace("== 42", "== 41")
 
 
@@ -60,6 +68,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_lines_know_their_tests_those_of_other_processes_too(root: Path) -> None:
+    (root / "tests/test_asked.py").write_text(f"{ASKED}{KILLED}")
     traced = lines.traced(root, ["answers"], 2)
     assert traced.failed == {"tests/test_broken.py": "tests/test_broken.py::test_it"}
     assert traced.seconds.keys() == {
