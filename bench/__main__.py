@@ -36,6 +36,7 @@ SUITES = {
 COMMANDS = {
     "all": ("bench.everything", "all that the README quotes, into one folder (--out DIR)"),
     "agents": ("bench.agents.command", "what reuse saves and costs an agent with tools"),
+    "edits": ("bench.edits.command", "what edits of a context cost: thoughts, results, tools"),
     "codecs": (
         "bench.codecs.command",
         "codecs of the second tier: speed; with --model DIR: quality",

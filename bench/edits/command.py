@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bench edits --model DIR`: what edits of a conversation's context cost.
+
+Conversations with a tool loop are edited (`edits`) and asked on, over HTTP, under several arms
+(`arms`). Distances from full prefill are measured in this process. An interrupt (Ctrl-C) ends it
+early, with figures of what was measured. `BENCH_QUALITY_SEEDS=tuning` draws the conversations on
+which options are chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import openai
+
+from bench import harness
+from bench.agents.arms import NONE, Arm
+from bench.edits import distance, serving
+from bench.edits.arms import ARMS, PREFIX, SERVER, SHIFT
+from bench.edits.conversations import Conversation, draw
+from bench.edits.distance import Apart
+from bench.edits.edits import EDITS, Edit
+from bench.edits.figures import result_of
+from bench.edits.serving import Asked
+from bench.edits.writing import Writer
+from bench.english.command import UsageError, require_model
+from bench.english.records import model_digest
+from bench.quality import seeds
+from bench.server import ServerError
+
+T = TypeVar("T")
+
+COLUMNS = (
+    *("edit", "arm", "conversations", "at_prompt", "at_prefix_share", "at_known_share", "at_work"),
+    *("at_ttft_s", "at_ttft_over_prefix", "at_right", "at_kl_p90"),
+    *("later_prefix_share", "later_work", "later_ttft_over_prefix", "later_right", "later_kl_p90"),
+)
+"""Of a row, what is printed; its file has more."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; returns the exit status: 2 for bad input, 130 if it was interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        require_model(args.model)
+        return run(args)
+    except UsageError as error:
+        print(f"bench edits: {error}", file=sys.stderr)
+        return 2
+    except (harness.BenchError, ServerError, openai.OpenAIError, httpx.HTTPError) as error:
+        print(f"bench edits: {error}", file=sys.stderr)
+        return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and report on what was measured.
+
+    Raises:
+        BenchError: nothing can be measured.
+    """
+    from transformers import AutoTokenizer
+
+    chosen = seeds.chosen()
+    where = harness.environment() | {
+        "model": args.model.resolve().name,
+        "model_digest": model_digest(args.model),
+        "steps": args.steps,
+        "seeds": chosen,
+    }
+    writer = Writer(AutoTokenizer.from_pretrained(args.model))
+    conversations = [
+        draw(seeds.rng(chosen, "edits", number), number, args.steps, writer.measure)
+        for number in range(args.conversations)
+    ]
+    edits = [EDITS[name] for name in args.edits]
+    arms = [ARMS[name] for name in args.arms]
+    asked: list[Asked] = []
+    apart: list[Apart] = []
+    done = _unless_interrupted(_asked(args.model, writer, conversations, edits, arms), asked)
+    some = conversations[: args.distance]
+    done = done and _unless_interrupted(_apart(args.model, writer, some, edits, arms), apart)
+    result = result_of(asked, apart, args.best)
+    where["interrupted"] = not done
+    shown = [{name: row[name] for name in COLUMNS if name in row} for row in result["rows"]]
+    harness.report("edits", where, {"rows": shown, "summary": result["summary"]})
+    if args.json:
+        result["rows"] += [*map(_plain, asked), *map(asdict, apart)]
+        harness.write_json(args.json, "edits", where, result)
+    return 0 if done else 130
+
+
+def _plain(one: Asked) -> dict[str, Any]:
+    return {**asdict(one), "ttft_s": round(one.ttft_s, 4)}
+
+
+def _unless_interrupted(found: Iterator[list[T]], into: list[T]) -> bool:
+    """Take what comes; returns whether all came."""
+    try:
+        for some in found:
+            into += some
+    except KeyboardInterrupt:
+        print("interrupted: figures are of what was measured", file=sys.stderr)
+        return False
+    return True
+
+
+def _asked(
+    model: Path,
+    writer: Writer,
+    conversations: Sequence[Conversation],
+    edits: Sequence[Edit],
+    arms: Sequence[Arm],
+) -> Iterator[list[Asked]]:
+    """Over HTTP: all arms of a conversation one after the other, each of them first in turn."""
+    with serving.asking(model, SERVER, writer) as client:
+        client.conversation(conversations[0], edits[0], arms[0])  # the first requests are slow
+        for number, before in enumerate(harness.progress(conversations, "edits")):
+            for edit in edits:
+                for arm in harness.rotated(arms, number):
+                    yield client.conversation(before, edit, arm)
+
+
+def _apart(
+    model: Path,
+    writer: Writer,
+    conversations: Sequence[Conversation],
+    edits: Sequence[Edit],
+    arms: Sequence[Arm],
+) -> Iterator[list[Apart]]:
+    reusing = [arm for arm in arms if arm.options is not None]
+    if not conversations or not reusing:
+        return
+    from bench.english.engine import english_engine
+
+    with english_engine(model, segreuse=dict(SERVER), dtype="bfloat16") as lab:
+        for before in harness.progress(conversations, "distance"):
+            for edit in edits:
+                yield list(distance.measure(lab, before, edit, reusing, writer))
+
+
+def _some(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if wrong := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"no {wrong[0]!r}; there are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench edits", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="folder of a chat model")
+    parser.add_argument("--steps", type=int, default=12, help="of the tool loop (%(default)s)")
+    parser.add_argument("--conversations", type=int, default=30, help="(%(default)s)")
+    parser.add_argument(
+        "--distance", type=int, default=30, help="conversations that are compared (%(default)s)"
+    )
+    parser.add_argument("--edits", type=_some([*EDITS]), default=[*EDITS], help=", ".join(EDITS))
+    parser.add_argument(
+        "--arms",
+        type=_some([*ARMS]),
+        default=[NONE, PREFIX, SHIFT, "default", "once"],
+        help=", ".join(ARMS),
+    )
+    parser.add_argument("--best", choices=ARMS, default="once", help="arm of the summary")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it here")
+    return parser

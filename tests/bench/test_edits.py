@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations whose context is edited: what is asked, and what becomes of the answers."""
+
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.agents.tokens import Tokens
+from bench.edits import command
+from bench.edits.arms import ARMS
+from bench.edits.conversations import LATER_TURNS, Conversation, draw, results
+from bench.edits.distance import Apart
+from bench.edits.edits import CUT, EDITS
+from bench.edits.figures import result_of
+from bench.edits.serving import Asked
+from bench.edits.writing import Writer
+
+STEPS = 6
+
+
+def tokenizer(text: str, add_special_tokens: bool = False) -> Any:
+    """A character is a token."""
+    return SimpleNamespace(input_ids=[ord(character) for character in text])
+
+
+@pytest.fixture(scope="module")
+def writer() -> Writer:
+    return Writer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def conversation(writer: Writer) -> Conversation:
+    return draw(Random(3), 0, STEPS, lambda text: len(text) // 4)
+
+
+def shared(one: str, other: str, backwards: bool = False) -> int:
+    """Characters at the beginning, or at the end, that are equal."""
+    pairs = zip(reversed(one), reversed(other)) if backwards else zip(one, other)  # noqa: B905
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def test_a_draw_can_be_repeated(conversation: Conversation) -> None:
+    assert draw(Random(3), 0, STEPS, lambda text: len(text) // 4) == conversation
+    assert draw(Random(4), 0, STEPS, lambda text: len(text) // 4) != conversation
+    assert len(results(conversation.loop)) == STEPS
+
+
+def test_answers_are_in_the_later_results_of_tools(conversation: Conversation) -> None:
+    places = results(conversation.loop)[STEPS // 2 :]
+    later = " ".join(str(conversation.loop[place]["content"]) for place in places)
+    assert len(conversation.questions) == LATER_TURNS + 2
+    for question in conversation.questions:
+        title = question.text.removeprefix("How many euros does the ").partition(" cost")[0]
+        assert f"The {title} costs {question.right} euros" in later
+    assert conversation.questions[0] != conversation.questions[-1]
+
+
+def test_thoughts_are_dropped_once_the_user_has_spoken(
+    conversation: Conversation, writer: Writer
+) -> None:
+    *_, whole = (conversation.loop[: end + 1] for end in results(conversation.loop))
+    assert writer.text(conversation, whole, False).count("<think>") == STEPS
+    assert "<think>" not in writer.text(conversation, conversation.asked(2), False)
+    kept = writer.text(conversation, conversation.asked(2), True)
+    assert kept.count("<think>") == STEPS + 3  # the loop's end, and two answers
+    assert kept.endswith(f"{conversation.questions[2].text}<|im_end|>\n<|im_start|>assistant\n")
+    for tool in conversation.tools:
+        assert f'"name": "{tool["name"]}"' in kept
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_breaks_the_prefix_and_leaves_what_is_behind_it(
+    name: str, conversation: Conversation, writer: Writer
+) -> None:
+    edit = EDITS[name]
+    after = edit.change(conversation, Random(5))
+    before = writer.text(conversation, conversation.asked(0), True)
+    asked = writer.text(after, after.asked(0), edit.keeps_thoughts)
+    assert shared(before, asked) < len(asked) * 0.9 or name == "retried"
+    last = str(conversation.loop[results(conversation.loop)[-1]]["content"])
+    assert last in asked
+    if name == "retried":
+        assert edit.retries
+        question = asked.rpartition("<|im_start|>user\n")[2]
+        assert question.startswith(conversation.questions[-1].text)
+    elif name != "thoughts":  # these are everywhere
+        assert shared(before, asked, backwards=True) > len(last)
+    assert edit.change(conversation, Random(5)) == after
+
+
+def test_half_of_the_results_are_cut_and_a_third_of_the_steps_compacted(
+    conversation: Conversation,
+) -> None:
+    cut = EDITS["results"].change(conversation, Random(0)).loop
+    assert [cut[place]["content"] == CUT for place in results(cut)] == [True] * 3 + [False] * 3
+    compacted = EDITS["compacted"].change(conversation, Random(0)).loop
+    assert len(results(compacted)) == STEPS - STEPS // 3
+    assert compacted[-1] == conversation.loop[-1]
+    fewer = EDITS["tools"].change(conversation, Random(0)).tools
+    assert len(fewer) == len(conversation.tools) - 1
+
+
+def test_prompts_of_the_loop_only_grow(conversation: Conversation, writer: Writer) -> None:
+    prompts = writer.history(conversation, keeps_thoughts=False)
+    assert len(prompts) == STEPS + 1
+    for earlier, later in pairwise(prompts):
+        # But for the header of the answer, which is another text in the later one.
+        assert later[: len(earlier) - len("assistant\n")] == earlier[: -len("assistant\n")]
+
+
+def asked(arm: str, number: int, turn: int, ttft_s: float, **tokens: Any) -> Asked:
+    return Asked("date", number, arm, turn, ttft_s, arm != "shift", "", Tokens(**tokens))
+
+
+def test_figures_compare_each_conversation_with_the_prefix_cache() -> None:
+    found = []
+    for number, slower in enumerate((1.0, 2.0, 4.0)):
+        full = {"prompt": 100, "prefix": 20, "computed": 80.0}
+        moved = {"prompt": 100, "prefix": 20, "equal": 70, "computed": 8.0}
+        found += [
+            asked("none", number, 0, 9.0, prompt=100, computed=100.0),
+            asked("prefix", number, 0, slower, **full),
+            asked("prefix", number, 1, slower, **full),
+            asked("once", number, 0, slower / 4, **moved),
+            asked("once", number, 1, slower / 2, **moved),
+            asked("shift", number, 0, slower / 8, **moved),
+        ]
+    apart = [Apart("date", 0, "once", 0, kl, 1.0) for kl in (0.0, 0.5, 0.1)]
+    result = result_of(found, apart, "once")
+    row = next(row for row in result["rows"] if row["arm"] == "once")
+    assert row["at_ttft_over_prefix"] == 0.25
+    assert row["later_ttft_over_prefix"] == 0.5
+    assert row["at_work"] == 0.1
+    assert row["at_known_share"] == 0.9
+    assert row["at_kl_p90"] == 0.5
+    assert result["summary"] == {
+        "arm": "once",
+        "date_ttft_over_prefix": 0.25,
+        "date_work": 0.1,
+        "date_later_ttft_over_prefix": 0.5,
+        "date_right_over_full": 1.0,
+        "date_kl_p90": 0.5,
+    }
+
+
+def test_what_was_not_measured_has_no_figures() -> None:
+    result = result_of([asked("once", 0, 0, 1.0, prompt=10, computed=10.0)], [], "once")
+    assert result["summary"]["date_right_over_full"] is None
+    assert result["summary"]["date_ttft_over_prefix"] is None
+    assert result["rows"][0]["later_ttft_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--edits", "thoughts,typo"], "no 'typo'; there are thoughts, results, tools"),
+        (["--arms", "fast"], "no 'fast'; there are none, prefix, shift"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--model", str(tmp_path), *given])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--model", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_arms_without_the_prefix_cache_share_nothing() -> None:
+    none, prefix = ARMS["none"], ARMS["prefix"]
+    assert none.body("space", 1) != none.body("space", 2)
+    assert prefix.body("space", 1) == prefix.body("space", 2)
