@@ -52,6 +52,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "knowledge_path": None,
         "knowledge_chunk_tokens": 2048,
         "knowledge_body_bytes": 16777216,
+        "context": "any",
         "viewer_requests": 200,
         "viewer_text": False,
         "namespaces": None,

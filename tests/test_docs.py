@@ -133,7 +133,8 @@ def test_every_policy_and_every_patch_has_a_line(tables: dict[str, list[list[str
 def test_every_field_of_the_report_is_described() -> None:
     fields = (DOCS / "report.md").read_text().partition("\n## ")[0]
     described = re.findall(r"^\| `(\w+)` \|", fields, re.MULTILINE)
-    assert sorted(described) == sorted({"policy", "prompt_tokens", "fallback", *Report._fields})
+    of_features = {"policy", "prompt_tokens", "fallback", "other_context_tokens"}
+    assert sorted(described) == sorted({*of_features, *Report._fields})
 
 
 def pages() -> list[Path]:

@@ -15,6 +15,7 @@ from tests.test_isolated_requests import PROMPT as WITH_DOCUMENT
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SIZE, World
 from tests.test_scheduler_images import BEHIND, FRONT, A, Pictured
 from tests.tier.fakes import Region
+from vllm_segreuse.features.context.finder import SameContextFinder
 from vllm_segreuse.features.conversations.conversations import ContinuingFinder
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
 from vllm_segreuse.options.parsing import FREEZE, SCORE
@@ -162,3 +163,35 @@ def test_a_reset_releases_frozen_documents_that_are_held_for_a_waiting_request()
     world.pool.free_blocks([block])
     assert world.pool.reset_prefix_cache()
     assert parts_of(world.side).entries.warm() == {}
+
+
+SAME = OPTIONS | {"segreuse_context": "same"}
+
+
+def test_nothing_that_an_earlier_turn_has_moved_is_reused_in_the_same_context_only() -> None:
+    world = World()
+    mine = arrived(world, PROMPT, ONCE | SAME)
+    assert isinstance(mine.method.finder, SameContextFinder)
+    assert not isinstance(arrived(world, PROMPT, ONCE).method.finder, SameContextFinder)
+    exact = arrived(world, PROMPT, SAME | {"segreuse_policy": "exact"})
+    assert not isinstance(exact.method.finder, SameContextFinder)
+
+
+def test_documents_of_a_trained_model_are_found_whatever_was_in_front_of_them() -> None:
+    world = World(layout=LAYOUT)
+    mine, plain = arrived(world, WITH_DOCUMENT, SAME), arrived(world, WITH_DOCUMENT)
+    assert type(mine.method.finder) is type(plain.method.finder)
+
+
+def test_what_is_not_reused_in_another_context_is_reported_and_counted() -> None:
+    world = World()
+    first = world.add(DOCUMENT, OPTIONS)
+    world.run(first)
+    for options, refused in ((SAME, 2 * SIZE), (OPTIONS, None)):
+        # The document's first block is gone, and with it all that its others were read behind.
+        request = world.add([7] * SIZE + DOCUMENT[SIZE : 3 * SIZE] + [8], options)
+        world.run(request)
+        report = world.report(request)
+        assert report.get("other_context_tokens") == refused
+        assert (report["reused_tokens"] > 0) is (refused is None)
+    assert world.stats.data["other_context_tokens_total"] == 2 * SIZE

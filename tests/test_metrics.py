@@ -248,6 +248,7 @@ def test_every_series_has_its_name_labels_and_buckets(
     found = {metric.name: metric for metric in registry.collect()}
     assert set(found) == {
         "vllm:segreuse_tokens",
+        "vllm:segreuse_other_context_tokens",
         "vllm:segreuse_observed_tokens",
         "vllm:segreuse_requests",
         "vllm:segreuse_frozen_share",

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that reuse only KV whose context is in front of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_segreuse.cache.finder import ContentFinder
+from vllm_segreuse.features.context.finder import SameContextFinder
+from vllm_segreuse.features.context.metrics import OTHER_CONTEXT
+from vllm_segreuse.features.context.options import SAME, ContextOptions
+from vllm_segreuse.scheduling.feature import Arriving, Ending, Feature
+from vllm_segreuse.scheduling.making import Making
+
+
+class SameContext(Feature):
+    """Of one engine."""
+
+    name = "context"
+
+    def __init__(self, making: Making) -> None:
+        self._core = making.core
+        self._by_content = making.by_content
+        # Deeper donors are refused: it finds those beside them.
+        self._of_exact = ContentFinder(making.core.index, max_depth=0)
+        self._finders: dict[str, SameContextFinder] = {}
+
+    def admit(self, arriving: Arriving) -> None:
+        """Let it find nothing else."""
+        tracked = arriving.tracked
+        found = tracked.method.finder
+        if ContextOptions.of(arriving.options).context != SAME or found.is_exact:
+            return
+        if tracked.is_required or tracked.names_documents:
+            return
+        inner = self._of_exact if found is self._by_content else found
+        finder = SameContextFinder(inner, self._core.index)
+        tracked.method = replace(tracked.method, finder=finder)
+        self._finders[tracked.request_id] = finder
+
+    def finished(self, ending: Ending) -> None:
+        """Say how much was refused."""
+        finder = self._finders.pop(ending.request.request_id, None)
+        if finder is not None and finder.refused:
+            ending.add(other_context_tokens=finder.refused)
+            self._core.stats.inc(OTHER_CONTEXT, finder.refused)
+
+
+def start(making: Making) -> SameContext:
+    """That of an engine."""
+    return SameContext(making)
