@@ -316,3 +316,14 @@ def test_many_namespaces():
 def test_an_impossible_size_is_named():
     with pytest.raises(ValueError, match="0 blocks of 16 tokens"):
         SegmentIndex(0, 16)
+
+
+def test_entries_of_blocks_are_those_of_the_namespace_and_negative_ids_are_nobodys() -> None:
+    index = SegmentIndex(8, 2)
+    index.insert(0, np.array([0, 3], np.int32), np.array([1, 2, 3, 4], np.int32), 0)
+    index.insert(1, np.array([0], np.int32), np.array([1, 2], np.int32), 0)
+    asked = np.array([0, 3, -1, 5, 0], np.int32)
+    mine, other = index.entries(0, asked), index.entries(1, asked)
+    assert mine.tolist() == [0, 3, -1, -1, 0]
+    assert other[0] == other[4] >= index.num_blocks
+    assert other[1:4].tolist() == [-1, -1, -1]

@@ -87,6 +87,14 @@ def change_tokens(index: SegmentIndex) -> None:
     index.tokens[3, 0] += 1
 
 
+def hide(index: SegmentIndex) -> None:
+    index._shown.pop(1)
+
+
+def forget(index: SegmentIndex) -> None:
+    index.known.forget(1)
+
+
 def split_group(index: SegmentIndex) -> None:
     """Block 3 leaves its twin, in every link and count, for a group of its own."""
     nodes = index.nodes
@@ -111,6 +119,8 @@ DAMAGES: dict[str, Damage] = {
     "the buckets do not hold every entry": lose_bucket,
     "entry 3 is no twin of 0": change_tokens,
     "two groups with the content of entry": split_group,
+    "namespace 1 has views that nobody drops": hide,
+    r"namespace 1 has views of \{0\}, unknown to it": forget,
     "the views of block 0 disagree": put(8, "depth", 3),
     "a view of block 0 stands for another block": put(8, "block", 1),
     "0 is no view of block 0|run in circles": put(8, "next_view", 8),

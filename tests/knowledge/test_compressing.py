@@ -6,6 +6,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vllm_segreuse.features.knowledge.errors import (
 )
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.store import DocumentRecord, Store
 from vllm_segreuse.options.parsing import COPY, SCORE
 from vllm_segreuse.plan import CopyOrder
 
@@ -304,6 +306,32 @@ def test_a_torn_choice_is_a_fault(tmp_path: Path) -> None:
                 await kept(service, "a")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("its row is torn", "failed: its row is torn"),
+        (None, "failed: it cannot be read from the manifest any more"),
+    ],
+)
+def test_a_row_that_is_lost_while_it_serves_is_a_fault(
+    fault: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", body(a=TOKENS))
+        read = Store.document
+
+        def torn(self: Store, *key: str) -> DocumentRecord | None:
+            found = read(self, *key)
+            assert found is not None
+            return None if fault is None else replace(found, fault=fault)
+
+        monkeypatch.setattr(Store, "document", torn)
+        with pytest.raises(ConflictError, match=said):
+            await kept(service, "a")
+
+    run(test)
 
 
 def test_the_same_again_keeps_its_choice() -> None:
