@@ -81,7 +81,7 @@ class Trial:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.verdicts: list[Verdict] = []
-        self._traced = lines.Traced({}, {}, {})
+        self._traced = lines.Traced({}, {}, {}, {})
         self._options = options
         self._stopped = False
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many later turns of a conversation are expected, by what this engine has seen."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from vllm_segreuse.features.conversations import turns as module
+from vllm_segreuse.features.conversations.scheduler import session_of
 from vllm_segreuse.features.conversations.turns import Turns
 
 
@@ -82,3 +85,53 @@ def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
     assert turns.later == 0, "of one that was forgotten"
     turns.began(names(4, 4), 2, 4)
     assert turns.later > 0
+
+
+def test_a_session_continues_whatever_an_edit_has_changed() -> None:
+    """Its later turns find what is left of the prefix, and count by that."""
+    kept, broken, guessed = Turns(), Turns(), Turns()
+    for number in range(500):
+        for turns, session, hit in (
+            (kept, b"%d" % number, 8),
+            (broken, b"%d" % number, 0),
+            (guessed, None, 0),
+        ):
+            turns.began(names(number, 8), 0, 8, session)
+            turns.began([b"edited %d" % number, *names(number, 11)], hit, 12, session)
+    assert kept.later == pytest.approx(1, rel=0.1)
+    assert broken.later == 0
+    assert guessed.later == 0
+    assert broken.num_known == 500
+
+
+def test_another_session_continues_nothing_although_it_begins_alike() -> None:
+    turns = Turns()
+    for number in range(500):
+        turns.began(names(0, 8), 8, 8, b"%d" % number)
+    assert turns.later == 0
+    turns.began(names(0, 8), 8, 8, b"499")
+    assert turns.later > 0
+
+
+def test_only_so_many_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ENDS", 3)
+    turns = Turns()
+    for number in range(5):
+        turns.began(names(number, 2), 0, 2, b"%d" % number)
+    assert turns.num_known == 3
+
+
+def test_a_session_is_named_by_its_whole_id_and_namespace() -> None:
+    long = "x" * 10_000
+    known = [
+        session_of(Mock(session_id=it), namespace)
+        for it, namespace in ((long, 0), (f"{long}y", 0), (long, 1), ("\ud800", 0))
+    ]
+    assert len(set(known)) == 4
+    assert all(it is not None and len(it) == 16 for it in known)
+    assert session_of(Mock(session_id=long), 0) == known[0]
+
+
+@pytest.mark.parametrize("session_id", [None, "", 7, b"bytes", ["a"], {}])
+def test_what_is_no_id_names_no_session(session_id: object) -> None:
+    assert session_of(Mock(session_id=session_id), 0) is None

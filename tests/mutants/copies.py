@@ -134,26 +134,26 @@ def first_failure(output: str) -> str | None:
 def drop_machine_code(root: Path, file: str) -> None:
     """Drop numba's code of a source file, and of all whose constants and types come from it."""
     files = [path for it in _COMPILED for path in REPOSITORY.glob(f"{it}/**/*.py")]
-    package = {path: _imported(path) for path in files}
+    package = {path: imported(path, REPOSITORY) for path in files}
     stale: set[Path] = set()
     new = {REPOSITORY / file}
     while new:
         stale |= new
-        new = {path for path, imported in package.items() if imported & new} - stale
+        new = {path for path, others in package.items() if others & new} - stale
     for path in (root / path.relative_to(REPOSITORY) for path in stale):
         for made in path.parent.glob(f"__pycache__/{path.stem}.*.nb[ci]"):
             made.unlink()
 
 
-def _imported(path: Path) -> set[Path]:
-    """Where the modules of ours are that a module imports."""
+def imported(path: Path, root: Path) -> set[Path]:
+    """Where the modules are that a module imports, if they are below a root."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {(REPOSITORY / name.replace(".", "/")).with_suffix(".py") for name in names}
+    return {(root / name.replace(".", "/")).with_suffix(".py") for name in names}
 
 
 def stamps(root: Path) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,8 @@
 """Which files of tests run which lines of the package: a mistake is tried on those only.
 
 Lines that run when a module is imported belong to whoever imports it, and coverage does not see
-those of functions that numba compiles: for both, all count that run any line of the file.
+those of functions that numba compiles: for both, all count that run any line of the file, or of
+one that imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 import coverage
 
-from tests.mutants import tracing
+from tests.mutants import copies, tracing
 from tests.mutants.copies import MutantsError
 
 QUICK = ("-m", "not e2e", "--ignore=tests/e2e", "--hypothesis-profile=quick")
@@ -34,18 +35,22 @@ class Traced(NamedTuple):
         failed: by file of tests that fails, the first test that does.
         lines: by source file and line, the files of tests that run it; "" is for those that run it
             while they are collected.
+        importers: by source file, those that import it.
     """
 
     seconds: dict[str, float]
     failed: dict[str, str]
     lines: dict[str, dict[int, set[str]]]
+    importers: dict[str, set[str]]
 
     def tests(self, file: str, line: int) -> list[str]:
         """The files of tests that may notice a change of a line, the quickest first."""
-        lines = self.lines.get(file, {})
-        found = lines.get(line, set())
+        found = self.lines.get(file, {}).get(line, set())
         if "" in found or not found:
-            found = {test for tests in lines.values() for test in tests}
+            files = {file} | self.importers.get(file, set())
+            found = {
+                test for it in files for tests in self.lines.get(it, {}).values() for test in tests
+            }
         known = (found & self.seconds.keys()) - self.failed.keys()
         return sorted(known, key=lambda test: (self.seconds[test], test))
 
@@ -74,6 +79,7 @@ def traced(root: Path, folders: Sequence[str], jobs: int) -> Traced:
             "PYTHONPATH": str(root),
             "COVERAGE_PROCESS_START": str(settings),
             tracing.SECONDS: str(seconds),
+            tracing.FILE: "",  # a test of this may run within such a run
         }
         workers = ("-n", str(jobs), "--dist", "loadfile")
         plugins = ("-p", "no:cacheprovider", "-p", tracing.__name__)
@@ -89,7 +95,8 @@ def traced(root: Path, folders: Sequence[str], jobs: int) -> Traced:
         failed: dict[str, str] = {}
         for test in re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE):
             failed.setdefault(test.partition("::")[0], test)
-        return Traced(json.loads(seconds.read_text()), failed, _lines(settings, here, root))
+        run = _lines(settings, here, root)
+        return Traced(json.loads(seconds.read_text()), failed, run, _importers(root, folders))
 
 
 def _lines(settings: Path, folder: Path, root: Path) -> dict[str, dict[int, set[str]]]:
@@ -105,3 +112,12 @@ def _lines(settings: Path, folder: Path, root: Path) -> dict[str, dict[int, set[
         }
         for file in together.measured_files()
     }
+
+
+def _importers(root: Path, folders: Sequence[str]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in (path for folder in folders for path in (root / folder).rglob("*.py")):
+        for imported in copies.imported(path, root):
+            name = str(imported.relative_to(root))
+            found.setdefault(name, set()).add(str(path.relative_to(root)))
+    return found

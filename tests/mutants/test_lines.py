@@ -84,9 +84,12 @@ def test_lines_know_their_tests_those_of_other_processes_too(root: Path) -> None
 
 def test_a_line_that_is_not_seen_to_run_belongs_to_all_who_run_its_file() -> None:
     seconds = {"slow": 9.0, "quick": 1.0, "broken": 0.1}
-    traced = Traced(seconds, {"broken": "broken::it"}, {"f.py": {3: {"slow"}, 9: {"quick"}}})
+    lines_of = {"f.py": {3: {"slow"}, 9: {"quick"}}, "of_f.py": {1: {"", "other"}}}
+    importers = {"f.py": {"of_f.py", "never_run.py"}}
+    traced = Traced({**seconds, "other": 2.0}, {"broken": "broken::it"}, lines_of, importers)
     assert traced.tests("f.py", 3) == ["slow"]
-    assert traced.tests("f.py", 5) == ["quick", "slow"]
+    assert traced.tests("f.py", 5) == ["quick", "other", "slow"]
+    assert traced.tests("of_f.py", 1) == ["other"]
 
 
 def test_a_run_that_does_not_come_to_an_end_is_said(root: Path) -> None:

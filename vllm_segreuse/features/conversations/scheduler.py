@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from vllm_segreuse.features.conversations.conversations import ContinuingFinder, Conversations
 from vllm_segreuse.features.conversations.options import ConversationOptions
@@ -13,6 +15,9 @@ from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
 from vllm_segreuse.scheduling.making import Making
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class Continued(Feature):
@@ -58,7 +63,8 @@ class Continued(Feature):
             _, exact_end = tracked.exact_ends
             names = tracked.prompt.names(0, len(admitted.block_ids))
             exact = min(exact_end // size, len(names))
-            self.turns.began(names, len(admitted.hit_blocks), exact)
+            session = session_of(admitted.request, tracked.prompt.namespace)
+            self.turns.began(names, len(admitted.hit_blocks), exact, session)
 
     def finished(self, ending: Ending) -> None:
         """Its blocks stay to be found."""
@@ -67,6 +73,19 @@ class Continued(Feature):
     def end_step(self, plans: Sequence[ReusePlan], runs_model: bool) -> None:
         """What the step named may be found from the next on."""
         self.conversations.begin_step()
+
+
+def session_of(request: Request, namespace: int) -> bytes | None:
+    """What names the session of a request, however long its id is; None: it has none.
+
+    Args:
+        namespace: an id says nothing of sessions elsewhere.
+    """
+    session = request.session_id
+    if not isinstance(session, str) or not session:
+        return None
+    text = f"{namespace} {session}".encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def start(making: Making) -> Continued:

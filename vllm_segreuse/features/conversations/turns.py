@@ -4,8 +4,12 @@
 A prompt that is computed in full has exact names: the later turns of its conversation find it in
 vLLM's prefix cache, and compute none of it. A prompt that reuses moved text has none behind it, and
 each later turn moves and recomputes again. So reuse that saves little now may cost more later. How
-much later turns count is what this engine has seen: prompts that begin with a whole earlier prompt,
-and what of that prompt was still cached.
+much later turns count is what this engine has seen: prompts that continue an earlier one, and what
+of that prompt was still cached.
+
+A prompt continues an earlier one if it begins with all of it. Where requests have a session id, a
+prompt continues the last one of its session, and no other: an edit may have changed what it begins
+with. So turns whose prefix an edit breaks count as later turns that find little.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _ENDS = 1 << 14
-"""Prompts whose ends are known."""
+"""Prompts whose ends are known, and sessions."""
 _FEW = 8
 """Prompts and blocks that are thought to be without a later turn before any are seen."""
 _REMEMBERED = 512
@@ -30,13 +34,14 @@ class Turns:
 
     def __init__(self) -> None:
         self._exact: OrderedDict[bytes, int] = OrderedDict()  # by name of the last whole block
+        self._sessions: OrderedDict[bytes, int] = OrderedDict()  # the same of their last prompts
         self._prompts = self._continued = 0.0
         self._exact_blocks = self._cached_blocks = 0.0
 
     @property
     def num_known(self) -> int:
-        """Prompts whose ends are known."""
-        return len(self._exact)
+        """Prompts whose ends are known, and sessions."""
+        return len(self._exact) + len(self._sessions)
 
     @property
     def later(self) -> float:
@@ -48,13 +53,16 @@ class Turns:
         cached = self._cached_blocks / (self._exact_blocks + _FEW)
         return self._continued / ends * cached
 
-    def began(self, names: Sequence[bytes], hit: int, exact: int) -> None:
+    def began(
+        self, names: Sequence[bytes], hit: int, exact: int, session: bytes | None = None
+    ) -> None:
         """A request was admitted.
 
         Args:
             names: of the whole blocks of its prompt.
             hit: blocks of vLLM's prefix hit.
             exact: blocks of the prompt that have exact names from now on.
+            session: what no other session has; None: nothing says which prompt it continues.
         """
         if not names:
             return
@@ -64,13 +72,19 @@ class Turns:
             self._exact_blocks /= 2
             self._cached_blocks /= 2
         self._prompts += 1
-        earlier = next((i for i in range(len(names) - 1, -1, -1) if names[i] in self._exact), None)
-        if earlier is not None:
+        was_exact = self._continues(names) if session is None else self._sessions.get(session)
+        if was_exact is not None:
             self._continued += 1
-            was_exact = min(self._exact[names[earlier]], earlier + 1)
             self._exact_blocks += was_exact
             self._cached_blocks += min(hit, was_exact)
-        self._exact[names[-1]] = min(exact, len(names))
-        self._exact.move_to_end(names[-1])
-        if len(self._exact) > _ENDS:
-            self._exact.popitem(last=False)
+        known, key = (self._exact, names[-1]) if session is None else (self._sessions, session)
+        known[key] = min(exact, len(names))
+        known.move_to_end(key)
+        if len(known) > _ENDS:
+            known.popitem(last=False)
+
+    def _continues(self, names: Sequence[bytes]) -> int | None:
+        """Exact blocks of the longest earlier prompt that this one begins with; None: there is
+        none."""
+        earlier = next((i for i in range(len(names) - 1, -1, -1) if names[i] in self._exact), None)
+        return None if earlier is None else min(self._exact[names[earlier]], earlier + 1)
