@@ -701,10 +701,12 @@ class Seen:
     def __init__(self, later: float) -> None:
         self.later = later
         self.prompts: list[tuple[int, int, int]] = []
+        self.sessions: list[bytes | None] = []
 
-    def began(self, names: Any, hit: int, exact: int) -> None:
+    def began(self, names: Any, hit: int, exact: int, session: bytes | None) -> None:
         assert len(set(names)) == len(names)
         self.prompts.append((len(names), hit, exact))
+        self.sessions.append(session)
 
 
 @pytest.mark.parametrize(
@@ -742,8 +744,11 @@ def test_prompts_are_counted_of_those_who_weigh_turns() -> None:
     blocks = [b.block_id for b in world.pool.get_new_blocks(9)]
     world.side.allocated(request, blocks)
     world.side.allocated(request, blocks)  # its plan is done, or it was preempted
-    new = world.add([1] * 9, weighing)
-    world.run(new)
+    for token, session_id in ((1, "a"), (2, "b"), (3, "a")):
+        world.run(world.add([token] * 9, weighing, session_id=session_id))
+    *first, one, other, again = seen.sessions
+    assert set(first) == {None}
+    assert one == again != other
     assert seen.prompts[0] == (8, 1, 1), "what is behind moved text has no exact name"
     assert seen.prompts[-1] == (2, 0, 2)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from segreuse_extras.explain.edits import Edit, edit_of
 from segreuse_extras.explain.options import ExplainOptions
 from segreuse_extras.explain.reasons import (
     Reasons,
@@ -47,10 +48,12 @@ class _Explained:
     Attributes:
         other_adapters: keys of the namespaces that differ from its own by the LoRA adapter only.
         stretches: of its prompt at its first admission; None: nothing was decided.
+        edit: where it departs from an earlier prompt; None: nothing is known of one.
     """
 
     other_adapters: Sequence[bytes]
     stretches: list[dict[str, Any]] | None = None
+    edit: Edit | None = None
 
 
 class Explaining(Feature):
@@ -118,6 +121,8 @@ class Explaining(Feature):
         found = self._explained.pop(ending.request.request_id, None)
         if found is not None and found.stretches is not None:
             ending.add(explain=found.stretches)
+            if found.edit is not None:
+                ending.add(edit=found.edit._asdict())
 
     def _stretches(
         self, tracked: TrackedRequest, explained: _Explained
@@ -131,6 +136,10 @@ class Explaining(Feature):
             pieces = decision.found.pieces
         else:
             return None
+        if decision.found is not None:
+            explained.edit = edit_of(
+                self._core.index, tracked.prompt, decision.found.pieces, decision.start
+            )
         reason = self._why_not_reused(tracked, explained)
         if decision.given_up is not None:
             reason = Unused(decision.given_up, "no_free_blocks", reason)

@@ -50,7 +50,18 @@ def recomputed(stretch: Mapping[str, Any]) -> str:
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """What would be reused, or why nothing would, in a sentence."""
+    """What would be reused, or why nothing would; and where the prompt was edited."""
+    edit = report.get("edit")
+    if edit is None:
+        return _reuse(report)
+    return (
+        f"{_reuse(report)} The prompt departs from an earlier one at token {edit['at']:,}: "
+        f"{edit['gone_tokens']:,} tokens that stood there are gone, {edit['new_tokens']:,} are "
+        f"new, and {edit['found_tokens']:,} behind them were found again."
+    )
+
+
+def _reuse(report: Mapping[str, Any]) -> str:
     total = report["prompt_tokens"]
     observed = report.get("observed")
     found = observed or report
