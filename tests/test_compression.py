@@ -255,3 +255,14 @@ def test_a_document_that_is_cold_may_be_anywhere(world: World) -> None:
     world.compression.name(tracked, ["a"])
     assert tracked.exact_stop == 0
     assert tracked.method.max_drift == math.inf
+
+
+@pytest.mark.parametrize("order", [(0, 4, 4), (3, 9, 1)])
+def test_an_order_to_score_is_read_as_it_was_written(order: tuple[int, int, int]) -> None:
+    assert ScoreOrder.parse(ScoreOrder(*order).encode()) == ScoreOrder(*order)
+
+
+@pytest.mark.parametrize("value", [[-1, 4, 2], [4, 4, 1], [0, 4, 0], [2, 4, 3]])
+def test_what_is_no_order_to_score_is_refused(value: list[int]) -> None:
+    with pytest.raises(ValueError, match="is no order to score"):
+        ScoreOrder.parse(value)

@@ -201,6 +201,13 @@ def test_nothing_to_move_changes_nothing() -> None:
     assert torch.equal(pages.memory, before)
 
 
+def test_pages_on_another_device_are_refused() -> None:
+    shape = nhd(2, 16, 32)
+    pages = [torch.empty(4, shape.page_elements, dtype=torch.float16, device="meta")]
+    with pytest.raises(ValueError, match=r"pages are on meta; the C\+\+ kernels need them on"):
+        cpu.align(pages, [Part(shape.keys, ROTATIONS[0])], make_moves(4, 16, 3, 16, True))
+
+
 @settings(max_examples=3)
 @given(made=pieces(), rotation=st.sampled_from([*ROTATIONS, None]))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
