@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.context.finder import SameContextFinder
 from segreuse_extras.trained.finder import IsolatedDocument
 from tests.parts import parts_of
 from tests.test_isolated_requests import LAYOUT
@@ -15,7 +16,6 @@ from tests.test_isolated_requests import PROMPT as WITH_DOCUMENT
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SIZE, World
 from tests.test_scheduler_images import BEHIND, FRONT, A, Pictured
 from tests.tier.fakes import Region
-from vllm_segreuse.features.context.finder import SameContextFinder
 from vllm_segreuse.features.conversations.conversations import ContinuingFinder
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
 from vllm_segreuse.options.parsing import FREEZE, SCORE

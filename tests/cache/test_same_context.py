@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segreuse_extras.context.finder import SameContextFinder, same_context
 from tests.cache.test_contexts import NAMESPACE, hashes_of, insert, prompt_of
 from tests.cache.test_planner import SIZE
 from vllm_segreuse.cache.contexts import contexts_of
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
-from vllm_segreuse.features.context.finder import SameContextFinder, same_context
 from vllm_segreuse.plan import Pieces
 
 BLOCKS = 64

@@ -28,7 +28,7 @@ FEATURES = (
     "vllm_segreuse.features.images",
     "segreuse_extras.similar",
     "vllm_segreuse.features.conversations",
-    "vllm_segreuse.features.context",
+    "segreuse_extras.context",
     "vllm_segreuse.features.tier",
     "segreuse_extras.explain",
     "segreuse_extras.tracing",

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from segreuse_extras.context.finder import SameContextFinder
+from segreuse_extras.context.metrics import OTHER_CONTEXT
+from segreuse_extras.context.options import SAME, ContextOptions
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.features.context.finder import SameContextFinder
-from vllm_segreuse.features.context.metrics import OTHER_CONTEXT
-from vllm_segreuse.features.context.options import SAME, ContextOptions
 from vllm_segreuse.scheduling.feature import Arriving, Ending, Feature
 from vllm_segreuse.scheduling.making import Making
 
