@@ -34,6 +34,7 @@ SOUND_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "segreuse_explain": st.booleans(),
     "segreuse_recompute_once": st.booleans(),
     "segreuse_weigh_turns": st.booleans(),
+    "segreuse_context": st.sampled_from(["any", "same"]),
     "segreuse_similarity": st.just(False),  # true needs an option of the server
 }
 assert SOUND_OPTIONS.keys() == {f"segreuse_{name}" for name in RequestOptions.model_fields}
