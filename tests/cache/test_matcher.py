@@ -354,6 +354,15 @@ def test_12_then_the_longest_equal_left_context():
     assert matches.max_depth == 1
 
 
+def test_12_the_left_context_is_compared_through_equal_blocks():
+    index = build(
+        (spell("yyyyyyyycdefghijklmn"), {}),
+        (spell("zzabcdefghijklmn"), {"depths": 1}),
+    )
+    matches = match(index, 0, spell("..abcdefghijklmn"), start=12)
+    assert matches.pieces.rows() == [[12, 4, 8, 0, 12]]
+
+
 # Three documents of a prompt, and text that is not in it.
 A, B, C, FILLER = "abcdefgh", "ijklmnop", "qrstuvwx", "zzyyzzyy"
 
