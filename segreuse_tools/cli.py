@@ -34,6 +34,7 @@ vllm-segreuse serve MODEL [--segreuse-config FILE.yaml] [options of vllm serve]
        vllm-segreuse calibrate MODEL --prompts FILE.jsonl [--similarity] [--help]
        vllm-segreuse doctor MODEL [--json] [options of vllm serve]
        vllm-segreuse estimate REQUESTS.jsonl --model MODEL [--help]
+       vllm-segreuse estimate TRACE [--cache-tokens SIZES] [--help]
        vllm-segreuse kb create|add|ls|show|rm|warm|stats [--help]
        vllm-segreuse explain REQUEST.json [--url URL] [--help]
        vllm-segreuse --version"""

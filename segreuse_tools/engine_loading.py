@@ -4,9 +4,18 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+
+def is_installed() -> bool:
+    """Whether vLLM is; it is not loaded."""
+    try:
+        return importlib.util.find_spec("vllm") is not None
+    except ValueError:  # a module without a specification stands in its place
+        return False
 
 
 def quiet() -> None:

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segreuse_tools.command_line import add_config, number
-from segreuse_tools.engine_loading import not_searched_for_garbage, quiet
+from segreuse_tools.engine_loading import is_installed, not_searched_for_garbage, quiet
+from segreuse_tools.estimate import light_options
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, read_log
+from segreuse_tools.estimate.traces.formats import Format
+from segreuse_tools.estimate.traces.reading import find_format
 from segreuse_tools.model_folder import InputError
 from segreuse_tools.terminal import complain
 from vllm_segreuse.config import SegReuseConfig
@@ -33,10 +36,12 @@ def main(arguments: Sequence[str]) -> int:
     given, engine_arguments = _parse(arguments)
     quiet()
     try:
-        of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
-        left_out = LeftOut(given.strict)
-        log = _ordered(read_log(given.requests, left_out), given.tokens_per_second is not None)
-        found, default = _estimated(given, engine_arguments, of_file, log, left_out)
+        found = find_format(given.requests)
+        if found not in (None, Format.BODIES) or given.without_engine or not is_installed():
+            _check(given, light_options.ONLY_WITH_ENGINE, "needs vLLM and a log of texts")
+            return _estimate_without_engine(given, engine_arguments, found)
+        _check(given, light_options.ONLY_WITHOUT, "is for traces of ids, or --without-engine")
+        return _estimate(given, engine_arguments)
     except RefusedError as error:
         for reason in error.reasons:
             complain("estimate", f"{given.model} is refused: {reason}")
@@ -46,6 +51,36 @@ def main(arguments: Sequence[str]) -> int:
         return BAD_INPUT
     finally:
         gc.unfreeze()
+
+
+def _estimate_without_engine(
+    given: argparse.Namespace, engine_arguments: list[str], found: Format | None
+) -> int:
+    from segreuse_tools.estimate import without_engine
+
+    if engine_arguments:
+        raise InputError(
+            f"unknown arguments: {' '.join(engine_arguments)} (those of vLLM mean nothing without "
+            "its engine)"
+        )
+    without_engine.run(given, found)
+    return DONE
+
+
+def _check(given: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Options that would have no effect are refused."""
+    for name in names:
+        if getattr(given, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} {why}")
+
+
+def _estimate(given: argparse.Namespace, engine_arguments: list[str]) -> int:
+    if given.model is None:
+        raise InputError(f"{given.requests} has texts: name the model that reads them (--model)")
+    of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
+    left_out = LeftOut(given.strict)
+    log = _ordered(read_log(given.requests, left_out), given.tokens_per_second is not None)
+    found, default = _estimated(given, engine_arguments, of_file, log, left_out)
     from segreuse_tools.estimate.estimate_text import as_text
 
     print(json.dumps(found.as_json(), indent=2) if given.json else as_text(found, default))
@@ -78,7 +113,7 @@ def _estimated(
     cache = cache_of(model, asked, given.block_size, given.num_blocks, given.kv_gib)
     step_tokens = model.vllm_config.scheduler_config.max_num_batched_tokens
     step_work = options.spread_work(step_tokens, model.layers.count)
-    pace = Pace(model.layers, step_work or 0, given.concurrency, given.tokens_per_second)
+    pace = Pace(model.layers, step_work or 0, given.concurrency or 1, given.tokens_per_second)
     policies = [RECOMMENDED if name == AUTO else name for name in given.policy] or [*POLICIES]
     found = estimate(model, asked, options, policies, cache, pace, left_out.reasons)
     return found, options.policy
@@ -106,7 +141,8 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "segments by policy. Prompts go through the model's chat template, its tokenizer and "
         "vLLM's own scheduler; nothing is computed, so that neither weights nor a GPU are "
         "needed. Options that are not listed go to vLLM, as for `vllm serve`. Nothing is "
-        "downloaded.",
+        "downloaded. Traces of ids in place of texts (RAGPulse, WEKA, Mooncake, timed_trace) need "
+        "neither a model nor vLLM.",
         epilog="Exit status: 0 done; 1 the model is refused, with the reasons; 2 bad input.",
     )
     parser.add_argument(
@@ -114,10 +150,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         type=Path,
         metavar="REQUESTS.jsonl",
         help="a body of /v1/completions or /v1/chat/completions in each line, or an object with it "
-        'as "body"; "extra_keys", "timestamp" and "answer" may stand beside it',
+        'as "body"; "extra_keys", "timestamp" and "answer" may stand beside it. Or a trace of ids: '
+        "its file, or its folder",
     )
     parser.add_argument(
-        "--model", required=True, help="folder with config.json and tokenizer, or a cached name"
+        "--model", help="folder with config.json and tokenizer, or a cached name; for texts"
     )
     add_config(parser, "options of segment reuse, as for `vllm-segreuse serve --segreuse-config`")
     parser.add_argument(
@@ -135,6 +172,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="of requests that name none; repeated: a composite one (none: nothing is looked up)",
     )
     _add_engine(parser)
+    light_options.add_options(parser)
     parser.add_argument(
         "--strict",
         action="store_true",
@@ -163,9 +201,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     order.add_argument(
         "--concurrency",
         type=number(int, 1),
-        default=1,
         metavar="N",
-        help="requests at a time; the next arrives when one has ended (%(default)s)",
+        help="requests at a time; the next arrives when one has ended (1)",
     )
     order.add_argument(
         "--tokens-per-second",

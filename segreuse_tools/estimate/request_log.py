@@ -47,12 +47,12 @@ class Reason:
 class LeftOut:
     """Lines of a log that are not replayed, by the reason.
 
-    Args:
-        strict: a line that a server would refuse is an error.
+    Attributes:
+        is_strict: whether a line that a server would refuse is an error.
     """
 
     def __init__(self, strict: bool = True) -> None:
-        self._strict = strict
+        self.is_strict = strict
         self._reasons: dict[str, Reason] = {}
 
     @property
@@ -73,7 +73,7 @@ class LeftOut:
         Raises:
             LogError: that is an error.
         """
-        if self._strict:
+        if self.is_strict:
             raise error
         self.add(where, str(error).removeprefix(where).lstrip(": "))
 
@@ -124,7 +124,7 @@ def read_log(file: Path, left_out: LeftOut | None = None) -> list[Logged]:
     found: list[Logged] = []
     for where, line in lines_of(file, LogError):
         try:
-            found.append(_logged(where, parsed(where, line, LogError)))
+            found.append(logged(where, parsed(where, line, LogError)))
         except LogError as error:
             left_out.refuse(where, error)
     if not found:
@@ -132,7 +132,12 @@ def read_log(file: Path, left_out: LeftOut | None = None) -> list[Logged]:
     return found
 
 
-def _logged(where: str, given: Any) -> Logged:
+def logged(where: str, given: Any) -> Logged:
+    """What a line is.
+
+    Raises:
+        LogError: it is no request.
+    """
     around = given if isinstance(given, dict) else {}
     body = around.get("body", around)
     if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logged bodies to prompts without vLLM: the tokenizer's own chat template, by `jinja2` and
+`tokenizers`.
+
+What vLLM adds is missing: its parsers, its checks of parameters, and templates that a server is
+given. Bodies that no server would take are left out all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from segreuse_tools.estimate.prompts import PromptTokens
+from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, logged
+from segreuse_tools.estimate.traces.lines import Lines, files_of
+from segreuse_tools.model_folder import InputError, find_model
+from vllm_segreuse.options.parsing import EXTRA_KEYS
+
+_SESSIONS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
+"""Fields of a body that name who asks, the best first."""
+
+
+class BodyPrompts:
+    """Reads bodies.
+
+    Args:
+        path: of the log.
+        model: folder, or cached name, of a model with a tokenizer.
+        extra_keys: of bodies that name none.
+        left_out: gets the lines that no server would take.
+
+    Attributes:
+        lines: of the log.
+        answer_tokens: most that an answer has whose text was not logged.
+
+    Raises:
+        InputError: the model has no tokenizer that can be read.
+    """
+
+    answer_tokens = 128
+
+    def __init__(
+        self, path: Path, model: str | None, extra_keys: Sequence[str], left_out: LeftOut
+    ) -> None:
+        if model is None:
+            raise InputError(f"{path} has texts: name the model that reads them (--model)")
+        self._tokenizer = ChatTokenizer(find_model(model))
+        self._extra_keys = tuple(extra_keys)
+        self._left_out = left_out
+        self._namespaces: dict[tuple[str, ...], int] = {}
+        self.lines = Lines(files_of(path))
+
+    def prompts(self) -> Iterator[PromptTokens]:
+        """Those of all lines, in their order."""
+        for where, value in self.lines.parsed(self._left_out):
+            try:
+                found = [*self._of_line(logged(where, value))]
+            except LogError as error:
+                self._left_out.refuse(where, error)
+                continue
+            yield from found
+
+    def _of_line(self, line: Logged) -> Iterator[PromptTokens]:
+        body, where = line.body, line.where
+        if line.is_chat:
+            texts = [*_texts(where, body["messages"])]
+            prompts = [self._tokenizer.chat(where, body)]
+        else:
+            given = body["prompt"]
+            several = isinstance(given, list) and given and isinstance(given[0], str | list)
+            texts = [it for it in (given if several else [given]) if isinstance(it, str)]
+            prompts = [
+                self._tokenizer.completion(where, it) for it in (given if several else [given])
+            ]
+        namespace, session = self._namespace(where, body), _session(body)
+        documents = [part for text in texts for part in text.split("\n\n")]
+        count = self._answer(where, line)
+        for tokens in prompts:
+            if not len(tokens):
+                raise LogError(f"{where} has no tokens")
+            for _ in range(_number(where, body, "n", 1)):
+                yield PromptTokens(tokens, count, session, documents, namespace)
+
+    def _namespace(self, where: str, body: Mapping[str, Any]) -> int | None:
+        xargs = body.get("vllm_xargs")
+        given = body.get(EXTRA_KEYS) or (isinstance(xargs, dict) and xargs.get(EXTRA_KEYS))
+        keys = given or self._extra_keys
+        if isinstance(keys, str):
+            keys = (keys,)
+        if not all(isinstance(key, str) and key for key in keys):
+            raise LogError(f"{where}: {EXTRA_KEYS} must be names, got {given!r}")
+        return self._namespaces.setdefault(tuple(keys), len(self._namespaces)) if keys else None
+
+    def _answer(self, where: str, line: Logged) -> int:
+        if line.answer is not None:
+            return max(1, len(self._tokenizer.completion(where, line.answer)))
+        name = "max_completion_tokens" if "max_completion_tokens" in line.body else "max_tokens"
+        return min(_number(where, line.body, name, self.answer_tokens), self.answer_tokens)
+
+
+class ChatTokenizer:
+    """A tokenizer, and the chat template that its folder has.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        InputError: there is no tokenizer, or its template is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        file = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # of no class of its own
+            raise InputError(f"cannot read {file}: {error}") from None
+        config = _json(folder / "tokenizer_config.json")
+        self._special = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in config.items()
+            if name.endswith("_token") and isinstance(token, str | dict)
+        }
+        self._template = _template(folder, config)
+
+    def completion(self, where: str, prompt: Any) -> np.ndarray:
+        """Tokens of a prompt, int32 `[tokens]`: a text, or tokens already."""
+        if isinstance(prompt, str):
+            return np.array(self._tokenizer.encode(prompt).ids, np.int32)
+        most = self._tokenizer.get_vocab_size()
+        is_tokens = isinstance(prompt, list) and all(type(it) is int for it in prompt)
+        if not is_tokens or not all(0 <= it < most for it in prompt):
+            raise LogError(f"{where}: prompt must be a text, or ids of tokens below {most:,}")
+        return np.array(prompt, np.int32)
+
+    def chat(self, where: str, body: Mapping[str, Any]) -> np.ndarray:
+        """Tokens of a conversation, int32 `[tokens]`."""
+        from jinja2 import TemplateError
+
+        if self._template is None:
+            raise LogError(f"{where}: the tokenizer has no chat template, which messages need")
+        kwargs = body.get("chat_template_kwargs")
+        variables = {
+            "messages": [_plain(message) for message in body["messages"]],
+            "tools": body.get("tools"),
+            "add_generation_prompt": body.get("add_generation_prompt", True),
+            **self._special,
+            **(kwargs if isinstance(kwargs, dict) else {}),
+        }
+        try:
+            text = self._template.render(**variables)
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise LogError(f"{where}: the chat template refuses it: {error}") from None
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The template of a tokenizer; None: it has none."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    file = folder / "chat_template.jinja"
+    text = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(text, list):
+        named = {it.get("name"): it.get("template") for it in text if isinstance(it, dict)}
+        text = named.get("default")
+    if not isinstance(text, str):
+        return None
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    try:
+        return environment.from_string(text)
+    except TemplateError as error:
+        raise InputError(f"the chat template of {folder} is none: {error}") from None
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As `transformers` has it: jinja2's own escapes what HTML would misread."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _texts(where: str, messages: Any) -> Iterator[str]:
+    """All texts of a conversation.
+
+    Raises:
+        LogError: it is none, or has anything else.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise LogError(f"{where}: messages must be a list of messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise LogError(f"{where}: each message must be an object with a role")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            if isinstance(part, dict) and part.get("type") == "text":
+                part = part.get("text")
+            if isinstance(part, dict):
+                raise LogError(f"{where}: images, audio or video")
+            if isinstance(part, str):
+                yield part
+            elif part is not None or message["role"] != "assistant":
+                raise LogError(f"{where}: content must be a text, or a list of parts")
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is one text, as templates expect."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part["text"] if isinstance(part, dict) else part for part in content]
+        content = "\n".join(parts)
+    return {**message, "content": content}
+
+
+def _session(body: Mapping[str, Any]) -> str | None:
+    found = (body.get(name) for name in _SESSIONS)
+    return next((it for it in found if isinstance(it, str)), None)
+
+
+def _number(where: str, body: Mapping[str, Any], name: str, usual: int) -> int:
+    found = body.get(name)
+    if found is None:
+        return usual
+    if type(found) is not int or found < 1:
+        raise LogError(f"{where}: {name} must be at least 1, got {found!r}")
+    return found

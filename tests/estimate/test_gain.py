@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimate without an engine: what caches know, and what is left to compute."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from segreuse_tools.estimate.block_cache import BlockCache, BlockPool, Sent
+from segreuse_tools.estimate.component_cache import ComponentCache, Lru
+from segreuse_tools.estimate.cost_model import CostModel, Spread
+from segreuse_tools.estimate.gain import PREFIX, Setting, Simulation, SizeRow
+from segreuse_tools.estimate.prompts import PromptTokens, Router
+from segreuse_tools.estimate.traces.request import Kind, Part, tokens_of
+from segreuse_tools.estimate.work_left import Work
+from vllm_segreuse.options.request import PolicyOptions
+
+SYSTEM = Part(1000, 48, Kind.SYSTEM)
+
+
+def passages(*ids: int, tokens: int = 200) -> tuple[Part, ...]:
+    return tuple(Part(id, tokens, Kind.PASSAGE) for id in ids)
+
+
+def question(number: int) -> Part:
+    return Part(2000 + number, 30, Kind.QUESTION)
+
+
+def prompt(*parts: Part, session: str | None = None, answer: int = 0) -> PromptTokens:
+    documents = [str(it.id) for it in parts if it.kind is Kind.PASSAGE]
+    return PromptTokens(tokens_of(parts), answer, session, documents, parts=parts)
+
+
+def setting(*cache_tokens: int | None, **others: Any) -> Setting:
+    usual: dict[str, Any] = {
+        "block_size": 16,
+        "policies": ("shift", "focus"),
+        "layers": 32,
+        "engines": 1,
+        "router": "session",
+        "tier_tokens": 0,
+        "max_depth": 4,
+        "options": PolicyOptions(),
+    }
+    return Setting(cache_tokens=cache_tokens, **(usual | others))
+
+
+def simulated(prompts: list[PromptTokens], *sizes: int | None, **others: Any) -> list[SizeRow]:
+    simulation = Simulation(setting(*sizes, **others))
+    for each in prompts:
+        simulation.run(each)
+    return [*simulation.rows()]
+
+
+def shuffled(count: int, of: int = 30, seed: int = 0) -> list[PromptTokens]:
+    """Prompts of four passages in any order."""
+    rng = random.Random(seed)
+    return [
+        prompt(SYSTEM, *passages(*rng.sample(range(of), 4)), question(number), session=str(number))
+        for number in range(count)
+    ]
+
+
+# Components.
+
+
+def test_what_was_used_last_longest_ago_goes() -> None:
+    cache = Lru(100)
+    cache.use([("a", 40), ("b", 40)])
+    cache.use([("a", 40), ("c", 40)])
+    assert [key in cache for key in "abc"] == [True, False, True]
+    assert cache.used == 80
+
+
+def test_a_component_is_known_at_any_position_and_a_prefix_only_at_its_own() -> None:
+    cache = ComponentCache(10_000)
+    a, b = passages(1, 2)
+    assert cache.run((SYSTEM, a, b))[:2] == (0, 0)
+    prefix, reordered, known = cache.run((SYSTEM, b, a, question(1)))
+    assert prefix == SYSTEM.tokens
+    assert reordered == SYSTEM.tokens + 400, "in the order of the first prompt it is its beginning"
+    assert known == [True, True, True, False]
+
+
+def test_reordering_finds_nothing_behind_text_that_varies() -> None:
+    cache = ComponentCache(10_000)
+    for number in range(3):
+        varying = Part(500 + number, 20, Kind.SYSTEM)
+        prefix, reordered, _ = cache.run((SYSTEM, varying, *passages(1, 2)))
+    assert prefix == reordered == SYSTEM.tokens
+
+
+# Blocks.
+
+
+def test_blocks_are_taken_in_the_order_in_which_they_became_free() -> None:
+    pool = BlockPool(4)
+    assert pool.take(4).tolist() == [0, 1, 2, 3]
+    pool.name([0, 1, 2, 3], [10, 11, 12, 13])
+    pool.free([3, 2])
+    pool.free([1, 0])
+    assert not pool.has_evicted
+    pool.hold([2])
+    pool.free([2])
+    assert pool.find([12, 13, 10]) == [2, 3, 0]
+    assert pool.take(2).tolist() == [3, 1]
+    assert pool.has_evicted
+    assert pool.find([12, 11]) == [2]
+    pool.free_nameless([3])
+    pool.free([1])
+    assert pool.take(2).tolist() == [3, 0], "what nobody can find is taken first"
+
+
+def test_what_is_queued_is_bounded() -> None:
+    pool = BlockPool(8)
+    blocks = pool.take(8)
+    pool.free(blocks)
+    for _ in range(5000):
+        pool.hold([2, 3])
+        pool.free([3, 2])
+    assert pool.take(8).tolist() == [0, 1, 4, 5, 6, 7, 3, 2]
+    assert len(pool._freed) < 2000
+
+
+def cached(num_blocks: int, policies: tuple[str, ...] = ("shift",)) -> BlockCache:
+    return BlockCache(num_blocks, 16, Work(policies, 16, 32, PolicyOptions()), max_depth=4)
+
+
+def sent(*parts: Part, answer: int = 0, namespace: int | None = 0) -> Sent:
+    return Sent.of(tokens_of(parts), 16, answer, namespace)
+
+
+def test_a_segment_is_found_at_another_offset_to_its_last_token() -> None:
+    cache = cached(1000)
+    a, b = passages(1, 2, tokens=205)
+    cache.run(sent(SYSTEM, a, b, question(1)))
+    found = cache.run(sent(Part(9, 21), b, a, question(2)))
+    assert found.prefix_tokens == 0
+    # Its blocks begin and end in other text; what stands in them is found token by token.
+    assert found.segment_tokens == 410
+    assert found.left["shift"].reused == 410
+    assert found.left["shift"].computed == 21 + 30
+
+
+def test_a_prefix_is_found_by_whole_blocks_and_never_the_last_token() -> None:
+    cache = cached(1000)
+    whole = sent(*passages(1), Part(7, 8))  # 208 tokens: thirteen blocks
+    cache.run(whole)
+    assert cache.run(whole).prefix_tokens == 12 * 16
+    assert cache.run(sent(*passages(1), Part(8, 300))).prefix_tokens == 12 * 16
+
+
+def test_short_matches_are_not_reused() -> None:
+    cache = cached(1000)
+    cache.run(sent(*passages(1, tokens=120), question(1)))
+    found = cache.run(sent(Part(9, 21), *passages(1, tokens=120), question(2)))
+    assert (found.segment_tokens, found.left["shift"].computed) == (0, 171)
+
+
+def test_copied_blocks_take_room_and_do_not_donate() -> None:
+    cache = cached(40)
+    a = passages(1)
+    cache.run(sent(*a, question(0)))
+    assert cache.run(sent(Part(90, 25), *a)).segment_tokens == 199
+    for number in range(20):
+        # The donor stays as long as it is used, although others take its room.
+        cache.run(sent(Part(100 + number, 41)))
+        assert cache.run(sent(Part(200 + number, 25), *a)).segment_tokens == 199
+    for number in range(20):
+        cache.run(sent(Part(300 + number, 41)))
+    assert cache.run(sent(Part(91, 25), *a)).segment_tokens == 0
+
+
+def test_a_prompt_without_a_namespace_finds_prefixes_only() -> None:
+    cache = cached(1000)
+    cache.run(sent(SYSTEM, *passages(1, 2)))
+    alone = sent(SYSTEM, *passages(2, 1), namespace=None)
+    assert cache.run(alone)[:2] == (48, 0)
+    other = sent(SYSTEM, Part(7, 40), *passages(1, 2), namespace=1)
+    assert cache.run(other)[:2] == (48, 0)
+
+
+def test_a_prompt_that_is_larger_than_the_cache_is_said() -> None:
+    cache = cached(10)
+    found = cache.run(sent(*passages(1)))
+    assert (found.fits, found.left["shift"].computed) == (False, 200)
+    assert cache.run(sent(question(1))).fits
+
+
+def test_answers_take_room() -> None:
+    cache = cached(30)
+    cache.run(sent(*passages(1)))
+    cache.run(sent(question(1), answer=290))
+    assert cache.run(sent(*passages(1))).prefix_tokens < 192
+
+
+# All of it.
+
+
+def test_reuse_at_any_position_knows_what_prefix_caching_does_not() -> None:
+    (row,) = simulated(shuffled(80), None)
+    assert row.prefix_share < 0.25
+    assert row.any_position_share > 0.75
+    assert row.whole_any_position_share == pytest.approx(row.any_position_share, abs=0.03)
+    work = {it.policy: it.computed_share for it in row.policies}
+    assert [*work] == [PREFIX, "shift", "focus"]
+    assert work[PREFIX] == pytest.approx(1 - row.prefix_share)
+    assert work["shift"] == pytest.approx(1 - row.any_position_share, abs=0.001)
+    assert work["shift"] < work["focus"] < work[PREFIX]
+    focus = row.policies[2]
+    assert 0 < focus.recomputed_share < focus.reused_share
+
+
+def test_a_larger_cache_knows_more() -> None:
+    small, large, unlimited = simulated(shuffled(150), 3_000, 10_000, None)
+    shares = [it.any_position_share for it in (small, large, unlimited)]
+    assert shares[0] + 0.1 < shares[1]
+    assert shares[1] + 0.1 < shares[2]
+    whole = [it.whole_any_position_share for it in (small, large, unlimited)]
+    assert all(
+        bound is not None and bound + 0.01 > it for bound, it in zip(whole, shares, strict=True)
+    )
+    assert all(row.prefix_share < 0.25 for row in (small, large, unlimited))
+    assert not unlimited.is_capped
+
+
+def test_the_tier_knows_what_a_cache_of_both_sizes_knows() -> None:
+    prompts = shuffled(150)
+    small, large = simulated(prompts, 3_000, 10_000)
+    tiered, _ = simulated(prompts, 3_000, None, tier_tokens=7_000)
+    assert tiered.any_position_share == small.any_position_share
+    assert tiered.tier_any_position_share == pytest.approx(
+        large.any_position_share - small.any_position_share
+    )
+    assert small.tier_any_position_share is None
+
+
+def test_a_router_by_documents_finds_more_than_one_by_session() -> None:
+    rng = random.Random(1)
+    prompts = []
+    for number in range(300):
+        topic = 5 * rng.randrange(12)
+        ids = rng.sample(range(topic, topic + 5), 4)
+        prompts.append(prompt(SYSTEM, *passages(*ids), question(number), session=str(number)))
+    (by_session,) = simulated(prompts, 8_000, engines=4)
+    (by_documents,) = simulated(prompts, 8_000, engines=4, router="documents")
+    assert by_documents.any_position_share > by_session.any_position_share + 0.05
+
+
+def test_a_router_keeps_sessions_together_and_others_go_round() -> None:
+    router = Router(4, "session")
+    of_a = {router.choose(prompt(question(number), session="a")) for number in range(9)}
+    assert len(of_a) == 1
+    assert [router.choose(prompt(question(0))) for _ in range(5)] == [0, 1, 2, 3, 0]
+    assert len({router.choose(prompt(question(0), session=str(it))) for it in range(60)}) == 4
+
+
+def test_a_conversation_that_only_grows_gains_nothing() -> None:
+    prompts = []
+    for conversation in range(5):
+        parts: list[Part] = [SYSTEM]
+        for number in range(12):
+            parts.append(Part(10_000 + 100 * conversation + number, 192))
+            prompts.append(prompt(*parts, session=str(conversation)))
+    (row,) = simulated(prompts, None)
+    assert row.prefix_share > 0.75
+    assert row.any_position_share - row.prefix_share < 0.02
+
+
+def test_times_are_those_of_what_is_computed() -> None:
+    cost = CostModel(token_s=1e-3, pair_s=1e-6)
+    assert cost.seconds(10, 0, 10) == pytest.approx(10e-3 + 55e-6)
+    (row,) = simulated(shuffled(40), None, cost=cost)
+    times = {it.policy: it.first_token_s for it in row.policies}
+    assert all(time is not None for time in times.values())
+    assert times["shift"] < times["focus"] < times[PREFIX]  # type: ignore[operator]
+    (row,) = simulated(shuffled(5), None)
+    assert row.policies[0].first_token_s is None
+
+
+def test_quantiles_are_within_a_hundredth_whatever_was_added() -> None:
+    spread = Spread()
+    values = np.random.default_rng(0).lognormal(3, 2, 20_000)
+    for value in values:
+        spread.add(float(value))
+    for share in (0.1, 0.5, 0.9):
+        assert spread.quantile(share) == pytest.approx(np.quantile(values, share), rel=0.011)
+    assert len(spread._bins) < 2500
+    spread = Spread()
+    assert spread.quantile(0.5) == 0
+    spread.add(0)
+    assert spread.quantile(0.9) == 0

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-segreuse estimate` of traces, and of texts where there is no engine."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness import REPOSITORY
+from bench.shapes import make_model
+from segreuse_tools.commands import estimate as cli
+from segreuse_tools.estimate.gain import Gain, SizeRow
+from segreuse_tools.estimate.light_rendering import ChatTokenizer
+from tests.estimate import logs
+from tests.estimate.test_traces import MOONCAKE, ragpulse, turn, write_ragpulse, write_weka
+
+LAB = REPOSITORY / "models" / "lab"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command; (exit status, standard output, standard error)."""
+
+    def running(path: Path, *options: str) -> tuple[int, str, str]:
+        status = cli.main([str(path), *options])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return running
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    rng = random.Random(0)
+    lines = [ragpulse(number, rng.sample(range(9), 2), number) for number in range(30)]
+    return write_ragpulse(tmp_path, lines, tokens=150)
+
+
+def test_a_trace_needs_neither_a_model_nor_an_engine(trace: Path) -> None:
+    program = f"""
+import sys
+from segreuse_tools.cli import main
+status = main(["estimate", {str(trace)!r}, "--json"])
+found = [name for name in ("torch", "vllm", "transformers") if name in sys.modules]
+print(found, file=sys.stderr)
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert json.loads(done.stdout)["requests"] == 30
+
+
+def test_the_table_and_json_say_the_same(trace: Path, run: Any) -> None:
+    status, out, err = run(trace, "--json", "--cache-tokens", "1K,unlimited", "--policy", "auto")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert [*found] == [it.name for it in fields(Gain)]
+    assert [*found["sizes"][0]] == [it.name for it in fields(SizeRow)]
+    assert [row["cache_tokens"] for row in found["sizes"]] == [1000, None]
+    status, out, _ = run(trace, "--cache-tokens", "unlimited,1K", "--policy", "auto")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].startswith(
+        "log       RAGPulse: 30 requests, 10,470 prompt tokens (median about"
+    )
+    for name, field in (("prefix caching", "prefix_share"), ("any position, this plugin", None)):
+        rows = [line.strip() for line in lines if line.strip().startswith(f"{name}  ")]
+        cells = [row.removeprefix(name).split() for row in rows]
+        field = field or "any_position_share"
+        assert cells[0] == [f"{row[field]:.1%}" for row in found["sizes"]]
+
+
+def test_lines_that_are_left_out_or_sorted_are_said(tmp_path: Path, run: Any) -> None:
+    lines = [MOONCAKE | {"timestamp": time} for time in (4, 5, 2)]
+    file = logs.write(tmp_path / "t.jsonl", [*lines, {"prompt": "a"}])
+    status, out, _ = run(file, "--policy", "shift")
+    assert status == 0
+    assert "left out  1 request (line 4): is no line of a trace of hash ids\n" in out
+    assert "sorted    1 request (line 3): its time is before that of a line in front of it\n" in out
+    assert "In Mooncake's traces an id stands for a block and all in front of it" in out
+    status, out, err = run(file, "--strict")
+    assert (status, out) == (2, "")
+    assert "line 3: its time is before that of a line in front of it" in err
+
+
+def test_nothing_that_can_be_replayed_is_bad_input(tmp_path: Path, run: Any) -> None:
+    file = logs.write(tmp_path / "t.jsonl", [MOONCAKE | {"input_length": None}])
+    status, out, err = run(file)
+    assert (status, out) == (2, "")
+    assert "holds nothing that can be replayed: 1 request (line 1): input_length=None" in err
+
+
+def test_conversations_that_only_grow_are_told_what_helps_them(tmp_path: Path, run: Any) -> None:
+    turns = [turn(n, 640 * (n + 1), [*range(10 * (n + 1))]) for n in range(9)]
+    status, out, _ = run(write_weka(tmp_path / "c.json", *turns), "--cache-tokens", "1K,1M")
+    assert status == 0
+    assert "reuse at any position adds nothing here" in out
+    assert "8 requests do not fit into 1K tokens" in out
+
+
+def test_a_plot_is_written(trace: Path, tmp_path: Path, run: Any) -> None:
+    file = tmp_path / "plot.svg"
+    assert run(trace, "--plot", str(file), "--policy", "shift")[0] == 0
+    assert "<svg" in file.read_text(encoding="utf-8")
+    status, _, err = run(trace, "--plot", str(tmp_path / "no" / "plot.svg"), "--policy", "shift")
+    assert (status, "cannot write" in err) == (2, True)
+
+
+def test_times_come_from_a_data_sheet_or_a_measurement(
+    trace: Path, tmp_path: Path, run: Any
+) -> None:
+    options = ("--json", "--policy", "shift", "--cache-tokens", "1M")
+
+    def times(*device: str) -> list[float]:
+        status, out, err = run(trace, *options, *device)
+        assert status == 0, err
+        return json.loads(out)["sizes"][0]["policies"][0]["first_token_s"]
+
+    plain = times("--prefill-tokens-per-second", "1000")
+    assert 0.1 < plain[0] <= plain[1] < 0.36
+    slower = times(
+        *("--prefill-tokens-per-second", "1000", "--attention-pairs-per-second", "100000")
+    )
+    assert slower[0] > 1.5 * plain[0]
+    file = tmp_path / "speed.json"
+    rows = [
+        {"shape": "s", "mode": "full", "prompt_tokens": n, "median_ms": n + n * (n + 1) / 200}
+        for n in (100, 1000, 10_000)
+    ]
+    file.write_text(json.dumps({"rows": rows}))
+    assert times("--speed", str(file)) == pytest.approx(slower, rel=0.02)
+    for wrong in ("{}", "[]", '{"rows": [1]}'):
+        file.write_text(wrong)
+        status, _, err = run(trace, *options, "--speed", str(file))
+        assert (status, "has no times of full prefills" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--num-blocks", "9"], "--num-blocks needs vLLM and a log of texts"),
+        (["--concurrency", "2"], "--concurrency needs vLLM and a log of texts"),
+        (["--max-model-len", "9"], "unknown arguments: --max-model-len 9"),
+        (["--policy", "exact"], "policy exact finds what prefix caching finds"),
+        (["--attention-pairs-per-second", "9"], "needs --prefill-tokens-per-second"),
+        (["--speed", "none.json"], "cannot read none.json"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    options: list[str], why: str, trace: Path, run: Any
+) -> None:
+    status, out, err = run(trace, *options)
+    assert (status, out) == (2, "")
+    assert why in err
+
+
+@pytest.mark.parametrize("size", ["9", "x", "-1M", "", "1T", "nan", "inf"])
+def test_sizes_of_caches_are_tokens(size: str, trace: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(trace), f"--cache-tokens={size}"])
+    assert ended.value.code == 2
+
+
+# Texts.
+
+
+def test_texts_are_replayed_without_an_engine(tmp_path: Path, run: Any) -> None:
+    file = logs.write(tmp_path / "log.jsonl", logs.bodies(30))
+    model = str(make_model("llama"))
+    options = ("--model", model, "--extra-keys", "docs", "--json", "--policy", "shift")
+    status, out, err = run(file, *options, "--without-engine", "--cache-tokens", "unlimited")
+    assert status == 0, err
+    (size,) = json.loads(out)["sizes"]
+    assert size["whole_prefix_share"] is None
+    assert size["any_position_share"] > 0.5
+    assert size["prefix_share"] < 0.3
+
+
+def test_texts_with_an_engine_have_its_options(tmp_path: Path, run: Any) -> None:
+    file = logs.write(tmp_path / "log.jsonl", logs.bodies(3))
+    status, _, err = run(file, "--model", str(LAB), "--cache-tokens", "1M")
+    assert (status, "--cache-tokens is for traces of ids, or --without-engine" in err) == (2, True)
+    for options in ([], ["--without-engine"]):
+        status, _, err = run(file, *options)
+        assert (status, "has texts: name the model that reads them (--model)" in err) == (2, True)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "images, audio or video"),
+        ({"messages": "Who?"}, "messages must be a list of messages"),
+        ({"messages": [{"content": "a"}]}, "each message must be an object with a role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "content must be a text, or a list"),
+        ({"prompt": 7}, "prompt must be a text, or ids of tokens below"),
+        ({"prompt": [10**6]}, "prompt must be a text, or ids of tokens below"),
+        ({"prompt": []}, "has no tokens"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens must be at least 1, got -1"),
+        ({"prompt": "a", "n": "x"}, "n must be at least 1, got 'x'"),
+        ({"prompt": "a", "extra_keys": [7]}, "extra_keys must be names, got [7]"),
+        ({"input": "a"}, "must be the body of a completion"),
+        ([], "must be the body of a completion"),
+    ],
+)
+def test_a_bad_text_is_named_and_counted(line: Any, why: str, tmp_path: Path, run: Any) -> None:
+    file = logs.write(tmp_path / "log.jsonl", [{"prompt": "Who may sign?"}, line])
+    options = ("--model", str(LAB), "--without-engine", "--policy", "shift")
+    status, out, err = run(file, *options, "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["requests"] == 1
+    ((reason),) = found["left_out"]
+    assert (reason["requests"], reason["lines"]) == (1, [2])
+    assert why in reason["reason"]
+    status, out, err = run(file, *options, "--strict")
+    assert (status, out) == (2, "")
+    assert "line 2" in err
+
+
+def test_the_chat_template_is_that_of_the_tokenizer(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((LAB / name).read_text(encoding="utf-8"))
+    template = (
+        "{{ bos_token }}{% for it in messages %}{{ it.role }}: {{ it.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = ChatTokenizer(tmp_path)
+    parts = [{"type": "text", "text": "Who"}, {"type": "text", "text": "signs?"}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    text = "<bos>user: Who\nsigns?\nassistant:"
+    expected = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.chat("here", body).tolist() == expected
+
+
+def test_without_an_engine_and_a_model_with_a_tokenizer(tmp_path: Path, run: Any) -> None:
+    file = logs.write(tmp_path / "log.jsonl", [{"prompt": "a"}])
+    (tmp_path / "config.json").write_text(Path(make_model("llama"), "config.json").read_text())
+    status, _, err = run(file, "--model", str(tmp_path), "--without-engine")
+    assert (status, f"cannot read {tmp_path / 'tokenizer.json'}" in err) == (2, True)
