@@ -9,8 +9,8 @@ own tokens, and the server's tokenizer gives the text of each stretch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,19 @@ TIMEOUT_S = 600
 ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 """Where a body goes, by what it has."""
 
+RENDERED = (
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "add_special_tokens",
+    "continue_final_message",
+)
+"""What of a body vLLM's `/tokenize` makes tokens of."""
+
 
 class ExplainError(RuntimeError):
     """The request cannot be explained; the text is one sentence that says why."""
@@ -35,18 +48,37 @@ class RequestBodyError(ExplainError):
 
 
 @dataclass(frozen=True)
+class EditTexts:
+    """Text where a prompt departs from an earlier one, `EXCERPT_TOKENS` of each at most.
+
+    Attributes:
+        before: the end of what both have.
+        new: the beginning of what is new.
+        behind: the beginning of what was found again.
+        gone: the beginning of what is gone; None: the earlier request is not known here.
+    """
+
+    before: str
+    new: str
+    behind: str
+    gone: str | None = None
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What a server says of a request.
 
     Attributes:
         report: of the request.
         texts: the beginning of each stretch's text; empty where the server does not tell.
-        no_texts: why it does not.
+        no_texts: why it does not, or why the text that is gone is not known.
+        edit: the text where the prompt was edited; None: nothing is known of an edit, or no text.
     """
 
     report: Mapping[str, Any]
     texts: list[str]
     no_texts: str = ""
+    edit: EditTexts | None = None
 
     @property
     def stretches(self) -> list[dict[str, Any]]:
@@ -99,13 +131,20 @@ def authorized(api_key: str | None) -> dict[bytes, bytes]:
     return {b"Authorization": b"Bearer " + api_key.encode()} if api_key else {}
 
 
-def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) -> Explanation:
+def explain(
+    server: httpx.Client,
+    body: Mapping[str, Any],
+    reuse: bool = False,
+    earlier: Mapping[str, Any] | None = None,
+) -> Explanation:
     """Ask a server.
 
     Args:
         server: with the server's address and headers.
         body: of the request (`read_request`).
         reuse: let it reuse what is found, instead of computing all of it.
+        earlier: body of the request that this one was edited from, for the text that is gone: a
+            server tells no text of other requests.
 
     Raises:
         ExplainError: the server cannot be reached, refuses the request, or does not reuse segments.
@@ -133,9 +172,21 @@ def explain(server: httpx.Client, body: Mapping[str, Any], reuse: bool = False) 
             "with a version of it that does not explain"
         )
     try:
-        return Explanation(report, _texts(server, body, answer, report))
+        tokens = _tokens(server, answer, report)
+        detokenizer = _Detokenizer(server, body)
+        starts = ((each["start"], each["tokens"]) for each in report["explain"])
+        texts = [detokenizer.text(tokens[start:][:count]) for start, count in starts]
+        edit = _edit_texts(detokenizer, tokens, report)
     except ExplainError as error:
         return Explanation(report, [], str(error))
+    found = Explanation(report, texts, edit=edit)
+    if edit is None or earlier is None:
+        return found
+    try:
+        gone = _gone(server, earlier, tokens, report["edit"])
+        return replace(found, edit=replace(edit, gone=detokenizer.text(gone)))
+    except ExplainError as error:
+        return replace(found, no_texts=str(error))
 
 
 def _xargs(body: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -145,26 +196,79 @@ def _xargs(body: Mapping[str, Any], source: str) -> dict[str, Any]:
     return dict(xargs)
 
 
-def _texts(
-    server: httpx.Client,
-    body: Mapping[str, Any],
-    answer: Mapping[str, Any],
-    report: Mapping[str, Any],
-) -> list[str]:
-    """Beginnings of the stretches' texts.
+def _tokens(
+    server: httpx.Client, answer: Mapping[str, Any], report: Mapping[str, Any]
+) -> list[int]:
+    """Of the prompt.
 
     Raises:
-        ExplainError: the server's tokenizer is not to be had, or the prompt has no tokens.
+        ExplainError: the server does not tell them.
     """
     tokens = _prompt_tokens(answer)
     if tokens is None or len(tokens) != report["prompt_tokens"]:
         raise ExplainError(f"{server.base_url} answered without the tokens of the prompt")
-    named = {"model": body["model"]} if "model" in body else {}
-    asked = [tokens[each["start"] :][: _shown(each)] for each in report["explain"]]
-    answers = [_post(server, "/detokenize", named | {"tokens": part}) for part in asked]
-    if not all("prompt" in each for each in answers):
-        raise ExplainError(f"{server.base_url} answered /detokenize without a text")
-    return [each["prompt"] for each in answers]
+    return tokens
+
+
+class _Detokenizer:
+    """That of a server, for the model of a request."""
+
+    def __init__(self, server: httpx.Client, body: Mapping[str, Any]) -> None:
+        self._server = server
+        self._named = {"model": body["model"]} if "model" in body else {}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Of the first `EXCERPT_TOKENS`.
+
+        Raises:
+            ExplainError: the server has none.
+        """
+        asked = self._named | {"tokens": tokens[:EXCERPT_TOKENS]}
+        answer = _post(self._server, "/detokenize", asked)
+        if "prompt" not in answer:
+            raise ExplainError(f"{self._server.base_url} answered /detokenize without a text")
+        return str(answer["prompt"])
+
+
+def _edit_texts(
+    detokenizer: _Detokenizer, tokens: Sequence[int], report: Mapping[str, Any]
+) -> EditTexts | None:
+    edit = report.get("edit")
+    if edit is None:
+        return None
+    at, end = edit["at"], edit["at"] + edit["new_tokens"]
+    parts = tokens[max(0, at - EXCERPT_TOKENS) : at], tokens[at:end], tokens[end:]
+    return EditTexts(*(detokenizer.text(part) if part else "" for part in parts))
+
+
+def _gone(
+    server: httpx.Client,
+    earlier: Mapping[str, Any],
+    tokens: Sequence[int],
+    edit: Mapping[str, int],
+) -> Sequence[int]:
+    """Tokens of an earlier request that are gone.
+
+    Raises:
+        ExplainError: the prompt does not depart from that request, or the server does not tell its
+            tokens.
+    """
+    answer = _post(server, "/tokenize", {key: earlier[key] for key in RENDERED if key in earlier})
+    there, at = answer.get("tokens"), edit["at"]
+    if not isinstance(there, list):
+        raise ExplainError(f"{server.base_url} answered /tokenize without tokens")
+    if there[:at] != tokens[:at]:
+        raise ExplainError(
+            f"the prompt does not depart from the earlier request at token {at}: name the request "
+            "that the text was taken out of"
+        )
+    gone = there[at : at + edit["gone_tokens"]]
+    if edit["gone_tokens"] and not gone:
+        raise ExplainError(
+            "what is gone is of the answer to the earlier request: name the request that has this "
+            "answer in its messages"
+        )
+    return gone
 
 
 def _prompt_tokens(answer: Mapping[str, Any]) -> list[int] | None:
@@ -174,10 +278,6 @@ def _prompt_tokens(answer: Mapping[str, Any]) -> list[int] | None:
         if isinstance(tokens, list):
             return tokens
     return None
-
-
-def _shown(stretch: Mapping[str, Any]) -> int:
-    return min(int(stretch["tokens"]), EXCERPT_TOKENS)
 
 
 def _post(server: httpx.Client, route: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from segreuse_extras.viewer.asking import EditTexts
 
 REASONS = {
     "last_token": "the last token is always computed",
@@ -58,6 +62,17 @@ def verdict(report: Mapping[str, Any]) -> str:
         f"{_reuse(report)} The prompt departs from an earlier one at token {edit['at']:,}: "
         f"{edit['gone_tokens']:,} tokens that stood there are gone, {edit['new_tokens']:,} are "
         f"new, and {edit['found_tokens']:,} behind them were found again."
+    )
+
+
+def edited(edit: EditTexts | None) -> str:
+    """The text where a prompt was edited; "" if it is not known."""
+    if edit is None:
+        return ""
+    parts = ("In front", edit.before), ("Gone", edit.gone), ("New", edit.new)
+    shown = [*parts, ("Behind", edit.behind)]
+    return " ".join(
+        f"{name}: {json.dumps(text, ensure_ascii=False)}." for name, text in shown if text
     )
 
 

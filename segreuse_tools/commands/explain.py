@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,10 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         body = asking.read_file(args.request)
+        earlier = asking.read_file(args.earlier) if args.earlier else None
         headers = asking.authorized(args.api_key)
         with httpx.Client(base_url=args.url, headers=headers, timeout=asking.TIMEOUT_S) as server:
-            found = asking.explain(server, body, args.reuse)
+            found = asking.explain(server, body, args.reuse, earlier)
     except (asking.RequestBodyError, httpx.InvalidURL) as error:
         complain("explain", error)
         return 2
@@ -40,10 +42,11 @@ def main(arguments: Sequence[str]) -> int:
         complain("explain", error)
         return 1
     if found.no_texts:
-        complain("explain", f"no texts: {found.no_texts}")
+        complain("explain", f"no text: {found.no_texts}")
     status = _write_page(args.html, found, args.request.name) if args.html else 0
     if args.json:
-        print_all(json.dumps({"report": found.report, "texts": found.texts}, indent=1))
+        edit = {"edit": asdict(found.edit)} if found.edit else {}
+        print_all(json.dumps({"report": found.report, "texts": found.texts, **edit}, indent=1))
     else:
         Console().print(table(found))
     return status
@@ -81,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         "--json",
         action="store_true",
         help="print the report and the beginnings of texts instead of a table",
+    )
+    parser.add_argument(
+        "--earlier",
+        type=Path,
+        metavar="FILE",
+        help="the body of the request that this one was edited from, to show the text that is gone",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
     return parser

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from segreuse_extras.viewer import words
 from segreuse_extras.viewer.asking import Explanation
 from segreuse_extras.viewer.strip import strip
 from segreuse_extras.viewer.templating import STATIC, environment, source_hash
@@ -26,6 +27,7 @@ def render(explanation: Explanation, name: str) -> str:
         .get_template("alone.html")
         .render(
             strip=strip(explanation.report, explanation.texts),
+            edited=words.edited(explanation.edit),
             name=name,
             policy=explanation.report["policy"],
             style=Markup(style),

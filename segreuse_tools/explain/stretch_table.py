@@ -30,4 +30,6 @@ def table(explanation: Explanation) -> Group:
             words.recomputed(stretch),
             Text(" ".join(text.split())),
         )
-    return Group(shown, Text(), Text(words.verdict(explanation.report)))
+    edited = words.edited(explanation.edit)
+    said = [Text(each) for each in (words.verdict(explanation.report), edited) if each]
+    return Group(shown, Text(), *said)

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from segreuse_extras.explain import edits
 from segreuse_extras.explain.edits import Edit, edit_of
 from segreuse_extras.viewer.words import verdict
 from tests.cache.test_contexts import prompt_of
@@ -32,19 +33,79 @@ def test_inserted_and_replaced_text_is_new() -> None:
     count = (len(SYSTEM + TURN + MORE) // SIZE) * SIZE - len(SYSTEM)
     inserted = SYSTEM + THOUGHT + TURN + MORE + [7]
     assert edit(index, inserted, len(SYSTEM)) == Edit(len(SYSTEM), 0, len(THOUGHT), count)
-    replaced = edit(index, SYSTEM + text(9, 1) + TURN[SIZE:] + MORE + [7], len(SYSTEM))
-    assert replaced is None, "what is behind it stands where it stood"
     longer = edit(index, SYSTEM + text(9, 1.5) + TURN[SIZE:] + MORE + [7], len(SYSTEM))
     assert longer == Edit(len(SYSTEM), SIZE, round(1.5 * SIZE), count - SIZE)
 
 
-def test_tokens_that_are_equal_within_a_block_are_in_front_of_the_edit() -> None:
+def test_text_that_is_replaced_by_as_many_tokens_is_an_edit() -> None:
+    """As another date is: what is behind it stands where it stood."""
     index = index_of(SYSTEM + TURN + MORE)
-    odd = SIZE // 2
-    found = edit(index, SYSTEM + TURN[:odd] + text(9, 1) + TURN[odd:] + MORE + [7], len(SYSTEM))
+    count = (len(SYSTEM + TURN + MORE) // SIZE) * SIZE - len(SYSTEM)
+    whole = edit(index, SYSTEM + text(9, 1) + TURN[SIZE:] + MORE + [7], len(SYSTEM))
+    assert whole == Edit(len(SYSTEM), SIZE, SIZE, count - SIZE)
+    within = SYSTEM + TURN[:1] + [8] + TURN[2:] + MORE + [7]
+    assert edit(index, within, len(SYSTEM)) == Edit(len(SYSTEM) + 1, 1, 1, count - 2)
+
+
+def test_an_edit_begins_at_its_first_token() -> None:
+    index = index_of(SYSTEM + TURN + MORE)
+    for odd in range(SIZE + 1):
+        prompt = SYSTEM + TURN[:odd] + text(9, 1) + TURN[odd:] + MORE + [7]
+        found = edit(index, prompt, len(SYSTEM))
+        assert found is not None
+        assert found.at == len(SYSTEM) + odd
+        assert found.new_tokens - found.gone_tokens == SIZE
+
+
+def test_what_vllm_has_not_hit_and_is_there_all_the_same_is_no_edit() -> None:
+    index = index_of(SYSTEM + TURN + MORE)
+    prompt = SYSTEM + TURN + MORE + [7]
+    assert edit(index, prompt, 0) is None
+    assert edit(index, prompt, len(SYSTEM)) is None
+    pieces = ContentFinder(index, 4).find(prompt_of(prompt), len(SYSTEM), len(prompt) - 1).pieces
+    behind = pieces.where(pieces.destination >= len(SYSTEM + TURN))
+    assert len(behind)
+    assert edit_of(index, prompt_of(prompt), behind, len(SYSTEM)) is None
+
+
+def test_restored_text_in_front_of_an_edit_is_not_gone() -> None:
+    """A finder searches behind what is restored: it is in no piece."""
+    index = index_of(SYSTEM + TURN + THOUGHT + MORE)
+    prompt = SYSTEM + TURN + MORE + [7]
+    stop = len(prompt) - 1
+    pieces = ContentFinder(index, 4).find(prompt_of(prompt), len(SYSTEM + TURN), stop).pieces
+    found = edit_of(index, prompt_of(prompt), pieces, len(SYSTEM))
     assert found is not None
-    assert found.at in (len(SYSTEM), len(SYSTEM) + odd)
-    assert found.gone_tokens - found.new_tokens == -SIZE
+    assert found[:3] == (len(SYSTEM + TURN), len(THOUGHT), 0)
+
+
+def test_known_text_of_elsewhere_is_new_where_it_stands_now() -> None:
+    index = index_of(SYSTEM + THOUGHT + TURN + MORE, text(8, 2))
+    found = edit(index, SYSTEM + text(8, 2) + TURN + MORE + [7], len(SYSTEM))
+    assert found is not None
+    assert found[:3] == (len(SYSTEM), len(THOUGHT), 2 * SIZE)
+    assert found.found_tokens >= len(TURN)
+
+
+def test_text_in_another_order_is_gone_where_it_stood() -> None:
+    index = index_of(SYSTEM + text(5, 2) + text(6, 3) + TURN)
+    found = edit(index, SYSTEM + text(6, 3) + text(5, 2) + TURN + [7], len(SYSTEM))
+    assert found == Edit(len(SYSTEM), 2 * SIZE, 0, len(text(5, 2) + text(6, 3) + TURN))
+
+
+def test_a_template_that_all_prompts_begin_with_is_no_earlier_prompt() -> None:
+    index = index_of(SYSTEM + TURN + MORE)
+    first = SYSTEM[: SIZE - 1]
+    assert edit(index, [*first, 8, *SYSTEM[SIZE:], *TURN, *MORE, 7], 0) is None
+
+
+def test_so_many_segments_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [text(20 + i, 1) for i in range(4)]
+    index = index_of(SYSTEM + THOUGHT + TURN + MORE, *others)
+    prompt = SYSTEM + [t for other in others for t in other] + TURN + MORE + [7]
+    assert edit(index, prompt, len(SYSTEM)) is not None
+    monkeypatch.setattr(edits, "_MOST_SEGMENTS", 4)
+    assert edit(index, prompt, len(SYSTEM)) is None
 
 
 def test_a_document_from_elsewhere_is_no_edit() -> None:

@@ -418,6 +418,47 @@ def explained(server: Server, prompt: str, **options: Any) -> Any:
     return Whole(answer["kv_transfer_params"]["segreuse"])
 
 
+def test_the_command_names_an_edit_and_the_text_that_is_gone(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, rest = f"Edited number {next(_preambles)}. {DOCUMENTS[0][:600]}", DOCUMENTS[1][:1200]
+    earlier, edited = tmp_path / "earlier.json", tmp_path / "edited.json"
+    before = completion(f"{head}THOUGHT OF {DOCUMENTS[0][900:1300]}{rest}", extra_keys=["edits"])
+    server.post("/v1/completions", before).raise_for_status()
+    earlier.write_text(json.dumps(before))
+    edited.write_text(json.dumps(completion(f"{head}{rest}", extra_keys=["edits"])))
+    asked = [str(edited), "--url", server.url, "--earlier", str(earlier), "--json"]
+    assert explain_cli.main(asked) == 0
+    said = json.loads(capsys.readouterr().out)
+    edit, texts = said["report"]["edit"], said["edit"]
+    assert edit["gone_tokens"] > edit["new_tokens"]
+    assert edit["found_tokens"] > said["report"]["prompt_tokens"] // 3
+    assert texts["gone"].startswith("TH")
+    assert head.endswith(texts["before"][-9:])
+
+
+@pytest.mark.parametrize(
+    ("session_id", "status"), [("s" * 10_000, 200), ("", 200), (7, 400), (["s"], 400), ({}, 400)]
+)
+def test_a_session_id_is_a_string_of_any_length(
+    server: Server, session_id: Any, status: int
+) -> None:
+    options = {"vllm_xargs": {"segreuse_weigh_turns": True}, "session_id": session_id}
+    for _ in range(2):
+        answer = server.post("/v1/completions", completion("A turn. " * 20, **options))
+        assert answer.status_code == status
+        assert ("session_id" in answer.text) == (status == 400), "the error names it"
+
+
+def test_a_session_id_in_options_or_a_header_is_read_by_vllm(server: Server) -> None:
+    for xargs in ({"session_id": "s" * 10_000}, {"session_id": 7}):
+        body = completion("A turn. " * 20, vllm_xargs={"segreuse_weigh_turns": True, **xargs})
+        server.post("/v1/completions", body).raise_for_status()
+    headers = {"X-Session-ID": "s" * 10_000}
+    body = completion("A turn. " * 20, vllm_xargs={"segreuse_weigh_turns": True})
+    server.post("/v1/completions", body, headers=headers).raise_for_status()
+
+
 def test_a_namespace_of_others_is_explained_like_one_that_is_not_there(server: Server) -> None:
     others = explained(server, "".join(DOCUMENTS), extra_keys=["docs", "nobody"], cache_salt="a")
     nobody = explained(server, "".join(DOCUMENTS), extra_keys=["nobody"], cache_salt="b")

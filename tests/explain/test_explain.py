@@ -51,6 +51,7 @@ class Server:
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.report: Any = REPORT
         self.num_tokens = 140
+        self.earlier: Any = None
         self.answers: dict[str, httpx.Response] = {}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -61,6 +62,8 @@ class Server:
         match request.url.path:
             case "/detokenize":
                 return httpx.Response(200, json={"prompt": " ".join(map(str, body["tokens"]))})
+            case "/tokenize":
+                return httpx.Response(200, json={"tokens": self.earlier})
         answer: dict[str, Any] = {"kv_transfer_params": {"segreuse": self.report}}
         tokens = {"prompt_token_ids": [*range(self.num_tokens)]}
         if request.url.path == "/v1/completions":
@@ -293,6 +296,84 @@ def test_a_page_is_written_beside_what_is_printed(
     assert cli.main([str(request_file), *form, "--html", str(tmp_path / "none" / "x.html")]) == 2
     printed = capsys.readouterr()
     assert (printed.out, "cannot write" in printed.err) == (alone, True)
+
+
+EDIT = {"at": 34, "gone_tokens": 40, "new_tokens": 3, "found_tokens": 95}
+EARLIER = {"model": "m", "prompt": "an earlier prompt", "extra_keys": ["docs"]}
+SENT_EARLIER = [*range(34), *range(900, 940), *range(37, 100)]
+
+
+def test_the_text_around_an_edit_is_that_of_the_prompt(server: Server) -> None:
+    server.report = REPORT | {"edit": EDIT}
+    edit = explain(server.client(), BODY).edit
+    assert edit is not None
+    assert edit.before == " ".join(map(str, range(10, 34)))
+    assert (edit.new, edit.gone) == ("34 35 36", None)
+    assert edit.behind == " ".join(map(str, range(37, 37 + EXCERPT_TOKENS)))
+    assert "/tokenize" not in [path for path, _ in server.sent]
+    last = " ".join(printed(server).splitlines()[-4:])
+    assert 'In front: "10 11' in last
+    assert 'New: "34 35 36".' in last
+    assert "Gone: " not in last
+
+
+def test_nothing_is_asked_for_where_nothing_is_new(server: Server) -> None:
+    server.report = REPORT | {"edit": EDIT | {"at": 32, "new_tokens": 0}}
+    edit = explain(server.client(), BODY).edit
+    assert edit is not None
+    assert edit.new == ""
+    assert edit.behind.startswith("32 33 ")
+    assert "New: " not in words.edited(edit)
+    assert explain(Server().client(), BODY, earlier=EARLIER).edit is None
+
+
+def test_the_earlier_request_says_what_is_gone(server: Server) -> None:
+    server.report, server.earlier = REPORT | {"edit": EDIT}, SENT_EARLIER
+    more = {"max_tokens": 9, "tools": [], "stream": True}
+    found = explain(server.client(), BODY, earlier=EARLIER | more)
+    assert found.edit is not None
+    assert found.edit.gone == " ".join(map(str, range(900, 900 + EXCERPT_TOKENS)))
+    [sent] = [body for path, body in server.sent if path == "/tokenize"]
+    assert sent == {"model": "m", "prompt": "an earlier prompt", "tools": []}
+    assert 'Gone: "900 901' in words.edited(found.edit)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        ([*range(33), 7, *range(900, 940)], "does not depart from the earlier request at token 34"),
+        ([*range(20)], "does not depart from the earlier request"),
+        ([*range(34)], "of the answer to the earlier request"),
+        (None, "answered /tokenize without tokens"),
+        ("refused", "status 400: no such template"),
+    ],
+)
+def test_another_earlier_request_is_named_and_the_rest_is_shown(
+    server: Server, tokens: Any, why: str
+) -> None:
+    server.report, server.earlier = REPORT | {"edit": EDIT}, tokens
+    if tokens == "refused":
+        refusal = {"error": {"message": "no such template"}}
+        server.answers["/tokenize"] = httpx.Response(400, json=refusal)
+    found = explain(server.client(), BODY, earlier=EARLIER)
+    assert why in found.no_texts
+    assert found.edit is not None
+    assert (found.edit.new, found.edit.gone) == ("34 35 36", None)
+    assert len(found.texts) == len(STRETCHES)
+
+
+def test_the_command_reads_the_earlier_request(
+    answered: Server, request_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered.report, answered.earlier = REPORT | {"edit": EDIT}, SENT_EARLIER
+    earlier, page = tmp_path / "earlier.json", tmp_path / "page.html"
+    assert cli.main([str(request_file), "--earlier", str(earlier)]) == 2
+    assert f"cannot read {earlier}" in capsys.readouterr().err
+    earlier.write_text(json.dumps(EARLIER))
+    options = ["--json", "--earlier", str(earlier), "--html", str(page)]
+    assert cli.main([str(request_file), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["edit"]["gone"].startswith("900 901 ")
+    assert "900 901 " in page.read_text()
 
 
 def test_json_is_the_report_and_the_texts(

@@ -82,6 +82,15 @@ def _check_explanation(world: World, request: Request, report: Report) -> None:
         end += stretch["tokens"]
         tokens[stretch["source"]] += stretch["tokens"]
         world.counts[f"explained: {stretch.get('reason', stretch['source'])}"] += 1
+    edit = report.get("edit")
+    if edit is not None:
+        world.counts["explained: edit"] += 1
+        behind = edit["at"] + edit["new_tokens"]
+        assert report["prefix_tokens"] <= edit["at"] <= behind, report
+        assert behind + edit["found_tokens"] < end, report
+        assert edit["gone_tokens"] >= 0, report
+        assert edit["gone_tokens"] + edit["new_tokens"] > 0, report
+        assert edit["found_tokens"] > 0, report
     outcome = report["observed"] or report
     found = outcome["reused_tokens"]
     # Tokens that were generated before a preemption are behind the prompt.
