@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from segreuse_tools.estimate.work_left import Left, Planned, Work
+from segreuse_tools.estimate.work_left import Left, Planned, PolicyWork
 from vllm_segreuse.cache.contexts import compared
 from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.cache.matcher import find_matches
@@ -178,7 +178,7 @@ class BlockPool:
         self.num_free += len(blocks)
 
 
-class Found(NamedTuple):
+class FoundTokens(NamedTuple):
     """What is known of a prompt.
 
     Attributes:
@@ -203,7 +203,9 @@ class BlockCache:
         max_depth: deepest provenance of a donor.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, work: Work | None, max_depth: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, work: PolicyWork | None, max_depth: int
+    ) -> None:
         self._size = block_size
         self._pool = BlockPool(num_blocks)
         self._work = work
@@ -215,14 +217,14 @@ class BlockCache:
         """Whether any block has been evicted."""
         return self._pool.has_evicted
 
-    def run(self, sent: Sent) -> Found:
+    def run(self, sent: Sent) -> FoundTokens:
         """Look a prompt up, compute it, and hold it until its blocks are evicted."""
         size, pool, count = self._size, self._pool, len(sent.tokens)
         needed = -(-(count + sent.answer_tokens) // size)
         hit = pool.find(sent.names[: (count - 1) // size])  # the last token is always computed
         if needed > pool.num_blocks:
             nothing = {} if self._work is None else self._work.nothing(count)
-            return Found(0, 0, nothing, fits=False)
+            return FoundTokens(0, 0, nothing, fits=False)
         pool.hold(hit)
         start = len(hit) * size
         planned, segment_tokens, depth, left = self._plan(sent, start)
@@ -236,7 +238,7 @@ class BlockCache:
             self._index.remove(taken.tolist())
         pool.free(donors)
         self._keep(sent, hit, taken, planned, depth)
-        return Found(start, segment_tokens, left)
+        return FoundTokens(start, segment_tokens, left)
 
     def _plan(self, sent: Sent, start: int) -> tuple[Planned | None, int, int, dict[str, Left]]:
         """The first policy's plan, tokens that were found, their depth, and the work left."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 
-from segreuse_tools.estimate.traces.request import Kind, Part
+from segreuse_tools.estimate.traces.request import Kind, PromptPart
 
 
 class Lru:
@@ -56,7 +56,7 @@ class ComponentCache:
         self._reordered = Lru(capacity)
         self._anywhere = Lru(capacity)
 
-    def run(self, parts: tuple[Part, ...]) -> tuple[int, int, list[bool]]:
+    def run(self, parts: tuple[PromptPart, ...]) -> tuple[int, int, list[bool]]:
         """Tokens of a prompt that are known as a prefix, and as one with passages reordered; and
         which parts are known at any position. All are held from then on."""
         prefix = _run_prefix(self._prefixes, parts)
@@ -69,7 +69,7 @@ class ComponentCache:
         return prefix, reordered, known
 
 
-def _run_prefix(cache: Lru, parts: Iterable[Part]) -> int:
+def _run_prefix(cache: Lru, parts: Iterable[PromptPart]) -> int:
     path, known, is_known, name = [], 0, True, 0
     for part in parts:
         name = _behind(name, part)
@@ -81,11 +81,11 @@ def _run_prefix(cache: Lru, parts: Iterable[Part]) -> int:
     return known
 
 
-def _behind(name: int, part: Part) -> int:
+def _behind(name: int, part: PromptPart) -> int:
     return hash((name, part.id))
 
 
-def _reordered(cache: Lru, parts: tuple[Part, ...]) -> Iterator[Part]:
+def _reordered(cache: Lru, parts: tuple[PromptPart, ...]) -> Iterator[PromptPart]:
     """The prompt, with the passages behind each other in the order that continues a known prefix;
     those that continue none, in the order of their ids, so that they are alike from now on."""
     name = 0

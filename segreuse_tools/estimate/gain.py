@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from segreuse_tools.estimate.block_cache import BlockCache, Found, Sent
+from segreuse_tools.estimate.block_cache import BlockCache, FoundTokens, Sent
 from segreuse_tools.estimate.component_cache import ComponentCache
 from segreuse_tools.estimate.cost_model import CostModel, Spread
 from segreuse_tools.estimate.prompts import PromptTokens, Router
 from segreuse_tools.estimate.request_log import Reason
-from segreuse_tools.estimate.traces.request import Part
-from segreuse_tools.estimate.work_left import Left, Work
+from segreuse_tools.estimate.traces.request import PromptPart
+from segreuse_tools.estimate.work_left import Left, PolicyWork
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.plan import BoolArray, Segments
 
@@ -27,7 +27,7 @@ PREFIX = "prefix caching"
 
 
 @dataclass(frozen=True)
-class Setting:
+class GainSetting:
     """What is simulated.
 
     Attributes:
@@ -117,7 +117,7 @@ class Gain:
         median_tokens: of the prompts, to within a hundredth.
         left_out: lines that were not replayed, by the reason.
         out_of_order: lines whose times run backwards, which were.
-        block_size, engines, router, tier_tokens: see `Setting`.
+        block_size, engines, router, tier_tokens: see `GainSetting`.
         sizes: by size of the cache.
     """
 
@@ -169,7 +169,9 @@ class _Size:
         bound: of the first policy.
     """
 
-    def __init__(self, tokens: int | None, setting: Setting, work: Work, bound: Work) -> None:
+    def __init__(
+        self, tokens: int | None, setting: GainSetting, work: PolicyWork, bound: PolicyWork
+    ) -> None:
         self._setting = setting
         self._bound = bound
         self.capacity = UNLIMITED_TOKENS if tokens is None else tokens
@@ -196,7 +198,7 @@ class _Size:
         if prompt.parts is not None:
             self._run_components(self._components[engine], prompt.parts, count)
 
-    def _note(self, plain: Found, found: Found, count: int) -> None:
+    def _note(self, plain: FoundTokens, found: FoundTokens, count: int) -> None:
         left = {PREFIX: Left(count - plain.prefix_tokens, 0, 0), **found.left}
         starts = {PREFIX: plain.prefix_tokens}
         sums, cost = self.sums, self._setting.cost
@@ -209,7 +211,9 @@ class _Size:
                 seconds = cost.seconds(each.computed, start, count)
                 sums.seconds.setdefault(name, Spread()).add(seconds)
 
-    def _run_components(self, cache: ComponentCache, parts: tuple[Part, ...], count: int) -> None:
+    def _run_components(
+        self, cache: ComponentCache, parts: tuple[PromptPart, ...], count: int
+    ) -> None:
         prefix, reordered, known = cache.run(parts)
         sums = self.sums
         sums.whole_prefix += prefix
@@ -221,7 +225,7 @@ class _Size:
 
 
 def _segments(
-    parts: tuple[Part, ...], known: Sequence[bool], start: int
+    parts: tuple[PromptPart, ...], known: Sequence[bool], start: int
 ) -> tuple[BoolArray, Segments]:
     """Tokens behind the prefix, but the last, of components that are known, `LOST_TOKENS` fewer of
     each; and where each of these begins."""
@@ -245,11 +249,13 @@ class Simulation:
         setting: see there.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: GainSetting) -> None:
         self._setting = setting
         self._router = Router(setting.engines, setting.router)
-        work = Work(setting.policies, setting.block_size, setting.layers, setting.options)
-        bound = Work(setting.policies[:1], setting.block_size, setting.layers, setting.options)
+        work = PolicyWork(setting.policies, setting.block_size, setting.layers, setting.options)
+        bound = PolicyWork(
+            setting.policies[:1], setting.block_size, setting.layers, setting.options
+        )
 
         def of(tokens: int | None) -> _Size:
             return _Size(tokens, setting, work, bound)

@@ -18,7 +18,7 @@ import numpy as np
 
 from segreuse_tools.estimate.prompts import PromptTokens
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, logged
-from segreuse_tools.estimate.traces.lines import Lines, files_of
+from segreuse_tools.estimate.traces.lines import LogLines, files_of
 from segreuse_tools.model_folder import InputError, find_model
 from vllm_segreuse.options.parsing import EXTRA_KEYS
 
@@ -54,7 +54,7 @@ class BodyPrompts:
         self._extra_keys = tuple(extra_keys)
         self._left_out = left_out
         self._namespaces: dict[tuple[str, ...], int] = {}
-        self.lines = Lines(files_of(path))
+        self.lines = LogLines(files_of(path))
 
     def prompts(self) -> Iterator[PromptTokens]:
         """Those of all lines, in their order."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from segreuse_tools.estimate.traces.reading import Trace
-from segreuse_tools.estimate.traces.request import Part, tokens_of
+from segreuse_tools.estimate.traces.request import PromptPart, tokens_of
 from vllm_segreuse.plan import IntArray
 
 
@@ -30,7 +30,7 @@ class PromptTokens(NamedTuple):
     session: str | None
     documents: list[str]
     namespace: int | None = 0
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[PromptPart, ...] | None = None
 
 
 def of_trace(trace: Trace) -> Iterator[PromptTokens]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from segreuse_tools.estimate.light_options import CACHE_TOKENS, sizes
 from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.estimate.traces.formats import Format
-from segreuse_tools.estimate.traces.lines import Lines
+from segreuse_tools.estimate.traces.lines import LogLines
 from segreuse_tools.model_folder import InputError
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.options.request import AUTO, RECOMMENDED
@@ -25,7 +25,7 @@ from vllm_segreuse.policies import POLICIES
 
 if TYPE_CHECKING:
     from segreuse_tools.estimate.cost_model import CostModel
-    from segreuse_tools.estimate.gain import Gain, Setting
+    from segreuse_tools.estimate.gain import Gain, GainSetting
     from segreuse_tools.estimate.prompts import PromptTokens
 
 UPDATE_EVERY = 50
@@ -38,7 +38,7 @@ class _Log:
 
     format: str
     prompts: Iterator[PromptTokens]
-    lines: Lines
+    lines: LogLines
     left_out: LeftOut
     out_of_order: LeftOut
 
@@ -70,8 +70,8 @@ def run(given: argparse.Namespace, found: Format | None) -> None:
     print_gain(gain)
 
 
-def _setting(given: argparse.Namespace, config: SegReuseConfig) -> Setting:
-    from segreuse_tools.estimate.gain import Setting
+def _setting(given: argparse.Namespace, config: SegReuseConfig) -> GainSetting:
+    from segreuse_tools.estimate.gain import GainSetting
     from segreuse_tools.estimate.work_left import NEVER_BY_CONTENT
     from vllm_segreuse.options.request import PolicyOptions
 
@@ -85,7 +85,7 @@ def _setting(given: argparse.Namespace, config: SegReuseConfig) -> Setting:
             "name another one"
         )
     options = {name: getattr(config, name) for name in PolicyOptions.model_fields}
-    return Setting(
+    return GainSetting(
         cache_tokens=given.cache_tokens or sizes(",".join(CACHE_TOKENS)),
         block_size=given.block_size,
         policies=tuple(policies),
@@ -130,7 +130,7 @@ def _opened(given: argparse.Namespace, found: Format | None) -> _Log:
     return _Log(str(trace.format), of_trace(trace), trace.lines, left_out, trace.out_of_order)
 
 
-def _simulated(given: argparse.Namespace, setting: Setting, log: _Log) -> Gain:
+def _simulated(given: argparse.Namespace, setting: GainSetting, log: _Log) -> Gain:
     from segreuse_tools.estimate.gain import Gain, Simulation
 
     simulation = Simulation(setting)

@@ -46,7 +46,7 @@ class Planned(NamedTuple):
     recipe: Recipe
 
 
-class Work:
+class PolicyWork:
     """Policies that are compared.
 
     Args:

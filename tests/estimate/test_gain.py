@@ -12,29 +12,29 @@ import pytest
 from segreuse_tools.estimate.block_cache import BlockCache, BlockPool, Sent
 from segreuse_tools.estimate.component_cache import ComponentCache, Lru
 from segreuse_tools.estimate.cost_model import CostModel, Spread
-from segreuse_tools.estimate.gain import PREFIX, Setting, Simulation, SizeRow
+from segreuse_tools.estimate.gain import PREFIX, GainSetting, Simulation, SizeRow
 from segreuse_tools.estimate.prompts import PromptTokens, Router
-from segreuse_tools.estimate.traces.request import Kind, Part, tokens_of
-from segreuse_tools.estimate.work_left import Work
+from segreuse_tools.estimate.traces.request import Kind, PromptPart, tokens_of
+from segreuse_tools.estimate.work_left import PolicyWork
 from vllm_segreuse.options.request import PolicyOptions
 
-SYSTEM = Part(1000, 48, Kind.SYSTEM)
+SYSTEM = PromptPart(1000, 48, Kind.SYSTEM)
 
 
-def passages(*ids: int, tokens: int = 200) -> tuple[Part, ...]:
-    return tuple(Part(id, tokens, Kind.PASSAGE) for id in ids)
+def passages(*ids: int, tokens: int = 200) -> tuple[PromptPart, ...]:
+    return tuple(PromptPart(id, tokens, Kind.PASSAGE) for id in ids)
 
 
-def question(number: int) -> Part:
-    return Part(2000 + number, 30, Kind.QUESTION)
+def question(number: int) -> PromptPart:
+    return PromptPart(2000 + number, 30, Kind.QUESTION)
 
 
-def prompt(*parts: Part, session: str | None = None, answer: int = 0) -> PromptTokens:
+def prompt(*parts: PromptPart, session: str | None = None, answer: int = 0) -> PromptTokens:
     documents = [str(it.id) for it in parts if it.kind is Kind.PASSAGE]
     return PromptTokens(tokens_of(parts), answer, session, documents, parts=parts)
 
 
-def setting(*cache_tokens: int | None, **others: Any) -> Setting:
+def setting(*cache_tokens: int | None, **others: Any) -> GainSetting:
     usual: dict[str, Any] = {
         "block_size": 16,
         "policies": ("shift", "focus"),
@@ -45,7 +45,7 @@ def setting(*cache_tokens: int | None, **others: Any) -> Setting:
         "max_depth": 4,
         "options": PolicyOptions(),
     }
-    return Setting(cache_tokens=cache_tokens, **(usual | others))
+    return GainSetting(cache_tokens=cache_tokens, **(usual | others))
 
 
 def simulated(prompts: list[PromptTokens], *sizes: int | None, **others: Any) -> list[SizeRow]:
@@ -88,7 +88,7 @@ def test_a_component_is_known_at_any_position_and_a_prefix_only_at_its_own() -> 
 def test_reordering_finds_nothing_behind_text_that_varies() -> None:
     cache = ComponentCache(10_000)
     for number in range(3):
-        varying = Part(500 + number, 20, Kind.SYSTEM)
+        varying = PromptPart(500 + number, 20, Kind.SYSTEM)
         prefix, reordered, _ = cache.run((SYSTEM, varying, *passages(1, 2)))
     assert prefix == reordered == SYSTEM.tokens
 
@@ -126,10 +126,10 @@ def test_what_is_queued_is_bounded() -> None:
 
 
 def cached(num_blocks: int, policies: tuple[str, ...] = ("shift",)) -> BlockCache:
-    return BlockCache(num_blocks, 16, Work(policies, 16, 32, PolicyOptions()), max_depth=4)
+    return BlockCache(num_blocks, 16, PolicyWork(policies, 16, 32, PolicyOptions()), max_depth=4)
 
 
-def sent(*parts: Part, answer: int = 0, namespace: int | None = 0) -> Sent:
+def sent(*parts: PromptPart, answer: int = 0, namespace: int | None = 0) -> Sent:
     return Sent.of(tokens_of(parts), 16, answer, namespace)
 
 
@@ -137,7 +137,7 @@ def test_a_segment_is_found_at_another_offset_to_its_last_token() -> None:
     cache = cached(1000)
     a, b = passages(1, 2, tokens=205)
     cache.run(sent(SYSTEM, a, b, question(1)))
-    found = cache.run(sent(Part(9, 21), b, a, question(2)))
+    found = cache.run(sent(PromptPart(9, 21), b, a, question(2)))
     assert found.prefix_tokens == 0
     # Its blocks begin and end in other text; what stands in them is found token by token.
     assert found.segment_tokens == 410
@@ -147,16 +147,16 @@ def test_a_segment_is_found_at_another_offset_to_its_last_token() -> None:
 
 def test_a_prefix_is_found_by_whole_blocks_and_never_the_last_token() -> None:
     cache = cached(1000)
-    whole = sent(*passages(1), Part(7, 8))  # 208 tokens: thirteen blocks
+    whole = sent(*passages(1), PromptPart(7, 8))  # 208 tokens: thirteen blocks
     cache.run(whole)
     assert cache.run(whole).prefix_tokens == 12 * 16
-    assert cache.run(sent(*passages(1), Part(8, 300))).prefix_tokens == 12 * 16
+    assert cache.run(sent(*passages(1), PromptPart(8, 300))).prefix_tokens == 12 * 16
 
 
 def test_short_matches_are_not_reused() -> None:
     cache = cached(1000)
     cache.run(sent(*passages(1, tokens=120), question(1)))
-    found = cache.run(sent(Part(9, 21), *passages(1, tokens=120), question(2)))
+    found = cache.run(sent(PromptPart(9, 21), *passages(1, tokens=120), question(2)))
     assert (found.segment_tokens, found.left["shift"].computed) == (0, 171)
 
 
@@ -164,14 +164,14 @@ def test_copied_blocks_take_room_and_do_not_donate() -> None:
     cache = cached(40)
     a = passages(1)
     cache.run(sent(*a, question(0)))
-    assert cache.run(sent(Part(90, 25), *a)).segment_tokens == 199
+    assert cache.run(sent(PromptPart(90, 25), *a)).segment_tokens == 199
     for number in range(20):
         # The donor stays as long as it is used, although others take its room.
-        cache.run(sent(Part(100 + number, 41)))
-        assert cache.run(sent(Part(200 + number, 25), *a)).segment_tokens == 199
+        cache.run(sent(PromptPart(100 + number, 41)))
+        assert cache.run(sent(PromptPart(200 + number, 25), *a)).segment_tokens == 199
     for number in range(20):
-        cache.run(sent(Part(300 + number, 41)))
-    assert cache.run(sent(Part(91, 25), *a)).segment_tokens == 0
+        cache.run(sent(PromptPart(300 + number, 41)))
+    assert cache.run(sent(PromptPart(91, 25), *a)).segment_tokens == 0
 
 
 def test_a_prompt_without_a_namespace_finds_prefixes_only() -> None:
@@ -179,7 +179,7 @@ def test_a_prompt_without_a_namespace_finds_prefixes_only() -> None:
     cache.run(sent(SYSTEM, *passages(1, 2)))
     alone = sent(SYSTEM, *passages(2, 1), namespace=None)
     assert cache.run(alone)[:2] == (48, 0)
-    other = sent(SYSTEM, Part(7, 40), *passages(1, 2), namespace=1)
+    other = sent(SYSTEM, PromptPart(7, 40), *passages(1, 2), namespace=1)
     assert cache.run(other)[:2] == (48, 0)
 
 
@@ -261,9 +261,9 @@ def test_a_router_keeps_sessions_together_and_others_go_round() -> None:
 def test_a_conversation_that_only_grows_gains_nothing() -> None:
     prompts = []
     for conversation in range(5):
-        parts: list[Part] = [SYSTEM]
+        parts: list[PromptPart] = [SYSTEM]
         for number in range(12):
-            parts.append(Part(10_000 + 100 * conversation + number, 192))
+            parts.append(PromptPart(10_000 + 100 * conversation + number, 192))
             prompts.append(prompt(*parts, session=str(conversation)))
     (row,) = simulated(prompts, None)
     assert row.prefix_share > 0.75

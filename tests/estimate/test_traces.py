@@ -14,7 +14,7 @@ from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.estimate.traces import reading
 from segreuse_tools.estimate.traces.formats import Format
 from segreuse_tools.estimate.traces.reading import Trace, find_format
-from segreuse_tools.estimate.traces.request import Kind, Part, TraceRequest, tokens_of
+from segreuse_tools.estimate.traces.request import Kind, PromptPart, TraceRequest, tokens_of
 from tests.estimate import logs
 
 MOONCAKE = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]}
@@ -227,7 +227,7 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
 
 
 def test_equal_parts_are_equal_tokens_and_others_share_none() -> None:
-    a, b = Part(1, 50), Part(2, 50)
+    a, b = PromptPart(1, 50), PromptPart(2, 50)
     tokens = tokens_of((a, b, a))
     assert tokens.shape == (150,)
     assert tokens.min() >= 0

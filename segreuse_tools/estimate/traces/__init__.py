@@ -5,7 +5,6 @@
     lines        the lines of a log, compressed or not, and how much of it has been read
     formats      what a line of each format means
     reading      a trace, told apart by its content, one request after the other
-    slices       a part of a trace, and `vllm bench serve`'s format of it
 
 Imports neither torch nor vLLM. `bench` replays the same requests through an engine.
 """

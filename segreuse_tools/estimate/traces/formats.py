@@ -23,7 +23,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from segreuse_tools.estimate.request_log import LogError
-from segreuse_tools.estimate.traces.request import Kind, Part, TraceRequest
+from segreuse_tools.estimate.traces.request import Kind, PromptPart, TraceRequest
 
 
 class Format(StrEnum):
@@ -81,7 +81,7 @@ class RagPulse:
     def __init__(self, lengths: Mapping[tuple[str, int], int]) -> None:
         # Groups have ids of their own: a component's number takes the place of both.
         self._parts = {
-            key: Part(number, tokens, KINDS.get(key[0], Kind.BLOCK))
+            key: PromptPart(number, tokens, KINDS.get(key[0], Kind.BLOCK))
             for number, (key, tokens) in enumerate(lengths.items())
         }
 
@@ -91,7 +91,7 @@ class RagPulse:
         Raises:
             LogError: a length is missing, or a field is no such thing.
         """
-        parts: list[Part] = []
+        parts: list[PromptPart] = []
         for name, ids in value["hash_ids"].items():
             group = name.removesuffix("_ids").removesuffix("s") if name.endswith("_ids") else name
             for id in _ids(where, name, ids):
@@ -193,15 +193,15 @@ _rest = itertools.count(1 << 62)
 """Ids of text that no id stands for."""
 
 
-def _blocks(ids: list[int], tokens: int, size: int) -> tuple[Part, ...]:
+def _blocks(ids: list[int], tokens: int, size: int) -> tuple[PromptPart, ...]:
     """Blocks of `size` tokens, of which the last may have fewer; and what no id stands for."""
     whole = min(len(ids), tokens // size)
-    parts = [Part(id, size) for id in ids[:whole]]
+    parts = [PromptPart(id, size) for id in ids[:whole]]
     left = tokens - whole * size
     if left and whole < len(ids):
-        parts.append(Part(ids[whole], min(left, size)))
+        parts.append(PromptPart(ids[whole], min(left, size)))
         left -= parts[-1].tokens
-    return (*parts, Part(next(_rest), left)) if left else tuple(parts)
+    return (*parts, PromptPart(next(_rest), left)) if left else tuple(parts)
 
 
 def _is_count(value: Any) -> bool:

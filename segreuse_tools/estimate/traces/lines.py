@@ -19,7 +19,7 @@ _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
-class Lines:
+class LogLines:
     """Files, and how much of them has been read.
 
     Attributes:

@@ -20,7 +20,7 @@ from segreuse_tools.estimate.traces.formats import (
     component,
     format_of,
 )
-from segreuse_tools.estimate.traces.lines import ENDINGS, Lines, files_of
+from segreuse_tools.estimate.traces.lines import ENDINGS, LogLines, files_of
 from segreuse_tools.estimate.traces.request import TraceRequest
 
 MOST_TRIED = 100
@@ -40,7 +40,7 @@ def find_format(path: Path) -> Format | None:
         LogError: it cannot be read.
     """
     for file in files_of(path):
-        lines = Lines([file]).parsed(LeftOut(strict=False))
+        lines = LogLines([file]).parsed(LeftOut(strict=False))
         for _, value in itertools.islice(lines, MOST_TRIED):
             if (found := format_of(value)) is not None:
                 return found
@@ -80,7 +80,7 @@ class Trace:
             others = [file for file in sorted(beside) if _is_component_file(file)]
             lengths = _lengths(others, left_out)
             files = [file for file in files if file not in others]
-        self.lines = Lines(files)
+        self.lines = LogLines(files)
         self._reader: Any = {
             Format.RAGPULSE: lambda: RagPulse(lengths),
             Format.WEKA: Weka,
@@ -109,14 +109,14 @@ class Trace:
 
 
 def _is_component_file(file: Path) -> bool:
-    lines = Lines([file]).parsed(LeftOut(strict=False))
+    lines = LogLines([file]).parsed(LeftOut(strict=False))
     return any(component(value) is not None for _, value in itertools.islice(lines, 1))
 
 
 def _lengths(files: list[Path], left_out: LeftOut) -> dict[tuple[str, int], int]:
     """Tokens of RAGPulse's components, by group and id."""
     found: dict[tuple[str, int], int] = {}
-    for where, value in Lines(files).parsed(left_out):
+    for where, value in LogLines(files).parsed(left_out):
         read = component(value)
         if read is None:
             left_out.refuse(where, LogError(f"{where} has no id with its token_length"))

@@ -24,7 +24,7 @@ class Kind(StrEnum):
     """So many tokens, whatever they are."""
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A run of tokens. Parts with equal ids and lengths are equal text.
 
     Attributes:
@@ -51,7 +51,7 @@ class TraceRequest:
     """
 
     where: str
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
     output_tokens: int = 0
     time_s: float | None = None
     session: str | None = None
@@ -73,7 +73,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _TOKEN_BITS = np.uint64(33)  # of 64; 31 are left
 
 
-def tokens_of(parts: tuple[Part, ...]) -> IntArray:
+def tokens_of(parts: tuple[PromptPart, ...]) -> IntArray:
     """Token ids that stand for the parts, int32 `[tokens]`: equal parts give equal tokens, and a
     window of a few tokens of one part is found in no other."""
     lengths = np.fromiter((part.tokens for part in parts), np.int64, len(parts))
