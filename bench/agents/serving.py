@@ -9,22 +9,16 @@ before each trace: what an arm finds, it has computed itself.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-import httpx
 
 from bench.agents import scoring
 from bench.agents.arms import Arm
-from bench.agents.tokens import Tokens
+from bench.agents.completions import Answered, Completions, serving
 from bench.agents.traces import Trace, Writer
-from bench.harness import BenchError
-from bench.server import Server
 from examples.agents import react
 from examples.agents.tools import Tools
 
@@ -39,26 +33,7 @@ FREE_STEPS = 10
 _FLAGS = (
     *("--max-model-len", str(MAX_MODEL_LEN), "--block-size", str(BLOCK_TOKENS)),
     *("--num-gpu-blocks-override", str(KV_BLOCKS), "--max-num-seqs", "4"),
-    *("--enforce-eager", "--enable-prompt-tokens-details"),
-    *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
 )
-_START_S = 900
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One request.
-
-    Attributes:
-        said: text of the answer.
-        ttft_s, total_s: seconds to the first token, and to the end.
-        tokens: of the prompt; not known where there is no report.
-    """
-
-    said: str
-    ttft_s: float
-    total_s: float
-    tokens: Tokens
 
 
 @dataclass(frozen=True)
@@ -109,27 +84,16 @@ def asking(model: Path, options: Mapping[str, Any], dtype: str, writer: Writer) 
     Raises:
         ServerError: it does not start.
     """
-    with TemporaryDirectory() as folder:
-        config = Path(folder, "segreuse.yaml")
-        config.write_text(json.dumps(dict(options)))  # JSON is YAML
-        flags = [*_FLAGS, "--dtype", dtype, "--segreuse-config", str(config)]
-        env = {"VLLM_SERVER_DEV_MODE": "1"}
-        with Server(model, flags, env, start_timeout_s=_START_S) as server:
-            yield Client(server, writer)
+    with serving(model, options, [*_FLAGS, "--dtype", dtype], {}) as server:
+        yield Client(server, writer)
 
 
-class Client:
+class Client(Completions):
     """Asks one server."""
 
     def __init__(self, server: Any, writer: Writer) -> None:
-        self._server = server
-        self._client = server.client(timeout=600)
-        self._model = self._client.models.list().data[0].id
+        super().__init__(server, MAX_MODEL_LEN)
         self._writer = writer
-
-    def reset(self) -> None:
-        """Nothing is cached afterwards."""
-        httpx.post(f"{self._server.url}/reset_prefix_cache", timeout=30).raise_for_status()
 
     def trace(
         self, trace: Trace, arm: Arm, temperature: float = 0.0, seed: int | None = None
@@ -144,7 +108,7 @@ class Client:
         taken = []
         for number, request in enumerate(trace.requests):
             label = trace.label(request)
-            answered = self._ask(
+            answered = self.ask(
                 self._writer.request(trace, request),
                 arm.body(space, number),
                 # Not until a stop string: vLLM answers without a report then.
@@ -168,7 +132,7 @@ class Client:
             prompt = self._writer.prompt(told, history)
             if len(prompt) + FREE_TOKENS > MAX_MODEL_LEN:
                 break
-            answered = self._ask(prompt, arm.body(space, step), FREE_TOKENS, stop=react.STOP)
+            answered = self.ask(prompt, arm.body(space, step), FREE_TOKENS, stop=react.STOP)
             seconds += answered.total_s
             answer = react.answer(answered.said)
             if answer is not None:
@@ -182,39 +146,3 @@ class Client:
             good += "error" not in json.loads(observation)
             history += f"{react.turn(answered.said)}\nObservation: {observation}\nThought:"
         return Free(*at, calls, good, 0.0, seconds)
-
-    def _ask(
-        self,
-        prompt: Sequence[int],
-        body: Mapping[str, Any],
-        most: int,
-        stop: Sequence[str] = (),
-        temperature: float = 0.0,
-        seed: int | None = None,
-    ) -> Answered:
-        if len(prompt) + most > MAX_MODEL_LEN:
-            raise BenchError(f"a prompt of {len(prompt)} tokens is too long for {MAX_MODEL_LEN}")
-        began = time.perf_counter()
-        stream = self._client.completions.create(
-            model=self._model,
-            prompt=list(prompt),
-            max_tokens=most,
-            temperature=temperature,
-            seed=seed,
-            stop=list(stop),
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=dict(body),
-        )
-        ttft_s, said, cached, report = None, "", 0, None
-        for chunk in stream:
-            ttft_s = ttft_s or time.perf_counter() - began
-            said += "".join(choice.text for choice in chunk.choices)
-            if chunk.usage and (details := chunk.usage.prompt_tokens_details):
-                cached = details.cached_tokens or 0
-            params = (chunk.model_extra or {}).get("kv_transfer_params") or {}
-            report = params.get("segreuse", report)
-        total_s = time.perf_counter() - began
-        if ttft_s is None or (not stop and (report is None) != ("extra_keys" not in body)):
-            raise BenchError(f"a request with {sorted(body)} was reported as {report}")
-        return Answered(said, ttft_s, total_s, Tokens.of(len(prompt), cached, report))

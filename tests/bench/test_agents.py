@@ -25,10 +25,11 @@ from bench.agents import (
     traces,
     verdicts,
 )
+from bench.agents.completions import Answered
 from bench.agents.distance import Apart
 from bench.agents.episodes import CALCULATOR, FINAL, SEARCH, Step
 from bench.agents.records import Compared
-from bench.agents.serving import Answered, Free, Taken
+from bench.agents.serving import Free, Taken
 from bench.agents.success import Paired
 from bench.agents.tokens import Tokens
 from bench.quality import seeds
