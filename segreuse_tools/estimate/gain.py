@@ -239,7 +239,7 @@ def _segments(
             reused[first:last] = True
             begins.append(first)
     first = np.array(begins, np.int32)
-    return reused, Segments(first, first + np.int32(start), np.zeros(len(first), np.bool_))
+    return reused, Segments.elsewhere(first, first + np.int32(start))
 
 
 class Simulation:

@@ -81,21 +81,28 @@ def check_reported_work(reusing: Engine, policy: str, dense_layers: int) -> None
     documents, (prompt, *_) = prompts_for(reusing.vocab_size)
     reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
     run, computed = layers.run, 0
+    schedule, by_vllm = reusing.scheduler.schedule, 0
 
     def counting(first, last, tokens, *rest):
         nonlocal computed
         computed += (last - first) * len(tokens)
         return run(first, last, tokens, *rest)
 
-    layers.run = counting
+    def scheduling(*arguments):
+        nonlocal by_vllm
+        step = schedule(*arguments)
+        by_vllm += step.total_num_scheduled_tokens
+        return step
+
+    layers.run, reusing.scheduler.schedule = counting, scheduling
     try:
         [answer] = reusing.ask(
             prompt, options=options(policy, segreuse_dense_layers=dense_layers), max_tokens=1
         )
     finally:
-        del layers.run
+        del layers.run, reusing.scheduler.schedule
     behind = len(prompt) - answer.report["prefix_tokens"]
-    expected = (computed + len(layers)) / (behind * len(layers))
+    expected = (computed + by_vllm * len(layers)) / (behind * len(layers))
     assert answer.report["computed_share"] == pytest.approx(expected, abs=1e-4)
     assert answer.report["computed_share"] < 1
 

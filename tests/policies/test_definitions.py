@@ -46,7 +46,7 @@ def situation(prompt: str, **options: Any) -> Situation:
     behind = np.where(kinds[first] == "S", focus.FEW_TOKENS, focus.FEW_TOKENS - 1)
     return Situation(
         kinds != "N",
-        Segments(first, behind.astype(np.int32), np.zeros(first.size, np.bool_)),
+        Segments.elsewhere(first, behind.astype(np.int32)),
         **{
             "block_size": 16,
             "num_layers": 8,

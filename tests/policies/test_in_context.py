@@ -30,6 +30,7 @@ def situation(parts: list[tuple[str, int]], ratio: float | None = None) -> Situa
             np.array([first for first, _ in segments], np.int32),
             np.array([0 if kind == "alone" else 500 for _, kind in segments], np.int32),
             np.array([kind == "same" for _, kind in segments], np.bool_),
+            np.array([float(kind != "same") for _, kind in segments]),
         ),
         block_size=16,
         num_layers=8,

@@ -34,7 +34,7 @@ def situation(reused: list[bool], **options) -> Situation:
     mask = np.array(reused, np.bool_)
     starts = np.flatnonzero(mask & ~np.append(False, mask[:-1])).astype(np.int32)
     behind = np.arange(starts.size, dtype=np.int32) * 50
-    segments = Segments(starts, behind, np.zeros(starts.size, np.bool_))
+    segments = Segments.elsewhere(starts, behind)
     return Situation(reused=mask, **{"segments": segments} | defaults | options)
 
 

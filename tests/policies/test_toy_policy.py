@@ -105,7 +105,7 @@ def _become(known: dict[Any, Any], other: dict[Any, Any]) -> None:
 
 def recipe_of(policy: str, reused: np.ndarray) -> Recipe:
     one = np.array([1], np.int32)
-    segments = Segments(one, one, np.array([False]))
+    segments = Segments.elsewhere(one, one)
     return policies.POLICIES[policy](Situation(reused, segments, SIZE, LAYERS, 0.2, 0, None))
 
 

@@ -143,7 +143,7 @@ def test_the_program_of_every_policy_is_proven(
     reused = np.arange(200) % 7 > 0
     starts = np.flatnonzero(reused & ~np.append(False, reused[:-1])).astype(np.int32)
     options = {"recompute_ratio": 0.1, "dense_layers": dense_layers, "overflow_tokens": 0}
-    segments = Segments(starts, starts, np.zeros(starts.size, np.bool_))
+    segments = Segments.elsewhere(starts, starts)
     recipe = POLICIES[policy](Situation(reused, segments, BLOCK_SIZE, LAYERS, **options))
     assert kind(recipe.program) in {kind(plan.recipe.program) for plan in proven}
 
@@ -152,7 +152,7 @@ def test_the_default_policy_is_among_them(proven: list[ReusePlan]) -> None:
     """With the very layers whose attention counts."""
     default = config.SegReuseConfig().policy
     reused = np.arange(200) % 7 > 0
-    segments = Segments(np.array([1]), np.array([1]), np.array([False]))
+    segments = Segments.elsewhere(np.array([1]), np.array([1]))
     recipe = POLICIES[default](Situation(reused, segments, BLOCK_SIZE, LAYERS, None, 0, None))
     assert recipe.program in [plan.recipe.program for plan in proven]
 

@@ -120,7 +120,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 def recipe_of(policy: str, new: float, dense_layers: float) -> Recipe:
     """Of a prompt of which such a share is new, at its end."""
     reused = np.arange(TOKENS - 1) < (1 - new) * TOKENS
-    segments = Segments(np.zeros(1, np.int32), np.full(1, 10**6, np.int32), np.zeros(1, bool))
+    segments = Segments.elsewhere(np.zeros(1, np.int32), np.full(1, 10**6, np.int32))
     given = Situation(reused, segments, small.BLOCK_SIZE, LAYERS, None, dense_layers, None)
     return POLICIES[policy](given)
 

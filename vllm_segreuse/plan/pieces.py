@@ -43,11 +43,20 @@ class Segments(NamedTuple):
         position: int32 `[n]`, of its first token in the sequence that it was computed in: how many
             tokens it was read behind.
         in_context: bool `[n]`, whether it was read behind the very text that is in front of it.
+        changed: float `[n]`, of the text that it was read behind there, and stands behind here, the
+            share that is only on one side: 0 for the same text, 1 for text of which nothing is
+            known to be the same.
     """
 
     first: IntArray
     position: IntArray
     in_context: BoolArray
+    changed: npt.NDArray[np.float64]
+
+    @classmethod
+    def elsewhere(cls, first: IntArray, position: IntArray) -> Segments:
+        """Segments that were read behind text of which nothing is known to be here."""
+        return cls(first, position, np.zeros(len(first), np.bool_), np.ones(len(first)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +74,7 @@ class Pieces:
             tokens are equal all the same.
         in_context: bool `[n]`, whether the donor was computed behind the very text that is in front
             of the piece (`cache/contexts.py`).
+        kept: int32 `[n]`, tokens in front of the piece that the donor was computed behind, too.
         layers: int32 `[n]`, how many layers KV is moved at, the lowest ones. At the others the
             tokens are computed, from the donor's boundary states; `ALL_LAYERS`: at none.
         turn: int32 `[n]`, positions by which keys are rotated: `destination - position`, but for
@@ -81,6 +91,7 @@ class Pieces:
     source: npt.NDArray[np.int8]
     is_similar: BoolArray
     in_context: BoolArray
+    kept: IntArray
     layers: IntArray
     turn: IntArray
     begins: BoolArray
@@ -112,6 +123,7 @@ class Pieces:
             source=np.full(length.size, source, np.int8),
             is_similar=np.full(length.size, is_similar, np.bool_),
             in_context=np.zeros(length.size, np.bool_),
+            kept=np.zeros(length.size, np.int32),
             layers=np.full(length.size, layers, np.int32),
             turn=destination - position,
             begins=np.full(length.size, begins, np.bool_),
@@ -235,28 +247,32 @@ class Pieces:
     def segments(self, start: int) -> Segments:
         """Runs of tokens of one sequence that followed each other there, and were found in the same
         way, counted from `start`."""
-        first = self._begins()
+        first = self.starts
+        both = self.position[first] + self.destination[first]
+        changed = 1 - 2 * self.kept[first] / np.maximum(both, 1)
         return Segments(
             np.asarray(self.destination[first] - start, dtype=np.int32),
             np.asarray(self.position[first], dtype=np.int32),
             self.in_context[first],
+            np.where(self.in_context[first], 0.0, changed),
         )
 
     @property
     def segment(self) -> IntArray:
         """int32 `[n]`: number of the segment that each piece is part of, from 0 on."""
-        return np.asarray(np.cumsum(self._begins()) - 1, np.int32)
+        return np.asarray(np.cumsum(self.starts) - 1, np.int32)
 
     def similar_segments(self, start: int) -> tuple[IntArray, IntArray]:
         """First token of each segment of similar text, and the one behind its last; int32 `[n]`,
         counted from `start`."""
-        first = np.flatnonzero(self._begins())
+        first = np.flatnonzero(self.starts)
         last = np.append(first[1:], len(self)) - 1
         first, last = first[self.is_similar[first]], last[self.is_similar[first]]
         stop = self.destination[last] + self.length[last]
         return self.destination[first] - np.int32(start), stop - np.int32(start)
 
-    def _begins(self) -> BoolArray:
+    @property
+    def starts(self) -> BoolArray:
         """bool `[n]`: where a segment begins."""
         shift = self.destination - self.position
         first = np.ones(len(self), dtype=np.bool_)

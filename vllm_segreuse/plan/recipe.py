@@ -159,6 +159,16 @@ class Recipe:
         chooses_all = self.top_k > 0 and not self.leaves_a_choice
         return self.always | self.candidates if chooses_all else self.always
 
+    @property
+    def may_leave_tail(self) -> bool:
+        """Whether new text behind all reused tokens can be left to vLLM's forward, which runs in
+        any case: the pass reads nothing of it, and chooses nothing by it."""
+        return self.program == Fixed() and self.program.check is None
+
+    def up_to(self, stop: int) -> Recipe:
+        """The same of the first `stop` tokens."""
+        return Recipe(self.program, self.fates[:stop], self.top_k)
+
     def also(self, tokens: BoolArray) -> Recipe:
         """The same, with other tokens computed at every layer, too; no fixed ones.
 

@@ -217,9 +217,10 @@ class Planner:
             prefix: looks the prefix hit up; called only if there is something to reuse.
 
         Returns:
-            Tokens up to the plan's end, as a rule `num_tokens - 1 - start`; one more where a spread
-            plan computes the last token, whose slot it then needs; 0 to run without reuse, or not
-            at all in this step if that closed admission; None to decide in a later step.
+            Tokens up to the plan's end: to the last reused token, or `num_tokens - 1 - start` where
+            the pass has to compute what is behind it; one more where a spread plan computes the
+            last token, whose slot it then needs; 0 to run without reuse, or not at all in this step
+            if that closed admission; None to decide in a later step.
         """
         self._drop(tracked.request_id)  # the pins of a plan that was made before
         tracked.plan = tracked.observed = tracked.decision.given_up = None
@@ -435,6 +436,8 @@ class Planner:
                     return None
                 recipe = recipe.fixing(of_images)
             recipe = for_similar(recipe, halo, pieces, start, stop)
+            if not tracked.is_required and recipe.may_leave_tail:
+                recipe, stop = recipe.up_to(pieces.stop - start), pieces.stop
         else:
             stop = start
         return ReusePlan(
@@ -502,9 +505,7 @@ class Planner:
             tracked.plan = None
 
 
-_ONE_SEGMENT = Segments(
-    np.zeros(1, np.int32), np.full(1, np.iinfo(np.int32).max, np.int32), np.zeros(1, np.bool_)
-)
+_ONE_SEGMENT = Segments.elsewhere(np.zeros(1, np.int32), np.full(1, np.iinfo(np.int32).max))
 """All of a prompt, read behind other text."""
 
 

@@ -71,7 +71,7 @@ class Accounts:
         del self._awaited[tracked.request_id]
         recomputed = plan.recomputed_after(outcome)
         counted = 0 if plan.reports else tracked.report.recomputed_tokens
-        share = plan.computed_share(self.layers, plan.stop + 1, outcome)
+        share = plan.computed_share(self.layers, request.num_prompt_tokens, outcome)
         drift = None if outcome.drift is None else round(outcome.drift, 4)
         tracked.report = tracked.report._replace(
             recomputed_tokens=recomputed,
