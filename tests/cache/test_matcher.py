@@ -554,14 +554,14 @@ def test_a_prompt_of_one_token_repeated_ends_quickly():
     assert len(matches.pieces) <= 2 * 16_384 // 32
 
 
-def spent(index: SegmentIndex, prompt: Sequence[int]) -> tuple[int, int]:
+def spent(index: SegmentIndex, prompt: Sequence[int], max_depth: int = 9) -> tuple[int, int]:
     """What choices take of `MAX_WORK`, and the tokens that are found."""
     tokens = np.array(prompt, np.int32)
     hashes, salt, stop = matcher_hashes(tokens, index.block_size), matcher.salt_of(0), len(prompt)
     groups = matcher.indexed_windows(index, 0, tokens, hashes, 0, stop)
     work = np.full(1, assembly.MAX_WORK, np.int64)
     arrays = index.nodes, index.tokens, groups, tokens, hashes, salt
-    table, _, _ = matcher.assemble(*arrays, 0, stop, index.step, 9, work)
+    table, _, _ = matcher.assemble(*arrays, 0, stop, index.step, max_depth, work)
     return assembly.MAX_WORK - int(work[0]), int(table[:, assembly.LENGTH].sum())
 
 
@@ -583,6 +583,18 @@ def test_contents_remembered_in_one_place_are_told_apart():
     index.begin_step()
     matches = match(index, 0, spell("abcdefgh"), max_depth=2)
     assert matches.pieces.rows() == [[4, 4, assembly.MAX_KNOWN, 0, 0]]
+
+
+def test_all_that_a_choice_looks_at_is_counted():
+    """Two copies, with two blocks in front that are too deep, and stand for context only."""
+    deep = np.array([3, 3, 0], np.int8)
+    copies = [(spell("stuvwxyzabcd"), {"depths": deep})] * 2
+    of_groups = 2 + 1  # the copies of `wxyz`, none of which may donate, and the first of `abcd`
+    candidates = 2
+    of_contexts = candidates * (1 + len("tuvwxyz") // 4)
+    of_ancestors = candidates * 2
+    taken = of_groups + candidates + of_contexts + of_ancestors + candidates
+    assert spent(build(*copies), spell("tuvwxyzabcd"), max_depth=2) == (taken, 4)
 
 
 def test_the_work_of_all_choices_of_a_prompt_is_bounded():
