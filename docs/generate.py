@@ -109,7 +109,7 @@ def similarity_options() -> str:
 
 def audit_options() -> str:
     """Keys of the server's option `audit`."""
-    from vllm_segreuse.features.audit.options import AuditOptions
+    from segreuse_extras.audit.options import AuditOptions
 
     return _options(AuditOptions)
 

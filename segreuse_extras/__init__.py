@@ -3,6 +3,7 @@
 
     trained, compressed         models that were trained to see documents computed alone, and
                                 documents that such models compress
+    audit                       answers compared with those of full prefill, while serving
     similar                     segments that are similar, but not equal
     context                     KV that carries nothing of what is not in the prompt
     explain, tracing, viewer    where reuse comes from: in reports, in traces, on pages

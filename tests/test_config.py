@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from segreuse_extras.audit.options import AuditOptions
 from segreuse_extras.similar.options import SimilarityOptions
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
-from vllm_segreuse.features.audit.options import AuditOptions
 from vllm_segreuse.options.parsing import (
     ParsedRequest,
     RequestError,

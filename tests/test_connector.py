@@ -16,6 +16,7 @@ import torch
 from vllm.config import CacheConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
+from segreuse_extras.audit.worker import AuditRecording
 from tests.prefill.loaded import model_config
 from tests.test_kv_group import FULL, kv_cache
 from tests.test_supported import Changed
@@ -27,7 +28,6 @@ from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
 from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.features.audit.worker import AuditRecording
 from vllm_segreuse.plan import (
     AuditDone,
     AuditOrders,

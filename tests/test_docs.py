@@ -16,10 +16,10 @@ from types import ModuleType
 
 import pytest
 
+from segreuse_extras.audit.options import AuditOptions
 from segreuse_extras.similar.options import SimilarityOptions
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.config.metrics import METRICS
-from vllm_segreuse.features.audit.options import AuditOptions
 from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.scheduling.tracked import Report
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from segreuse_extras.audit.options import AuditServer
 from segreuse_extras.similar.options import SimilarServer
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.features.audit.options import AuditServer
 from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.model.documents.folder import layout_of
 from vllm_segreuse.model.documents.layout import LayoutError

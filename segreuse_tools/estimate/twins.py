@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from segreuse_extras.audit.options import AuditOptions
 from segreuse_tools.estimate.other_options import computed_by, finds_alike
 from segreuse_tools.estimate.replay import Replayed
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.features.audit.options import AuditOptions
 from vllm_segreuse.options.parsing import parse_request
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.scheduling.tracked import NOTHING_SAVED

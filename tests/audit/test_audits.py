@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from segreuse_extras.audit import audits as module
+from segreuse_extras.audit.audits import Audit, Audits
+from segreuse_extras.audit.draw import MOST_AT_ONCE
+from segreuse_extras.audit.options import AuditOptions
 from tests.audit.test_draw import Clock
 from vllm_segreuse.config.metrics import SegReuseStats
-from vllm_segreuse.features.audit import audits as module
-from vllm_segreuse.features.audit.audits import Audit, Audits
-from vllm_segreuse.features.audit.draw import MOST_AT_ONCE
-from vllm_segreuse.features.audit.options import AuditOptions
 from vllm_segreuse.plan import AuditOrders, AuditResult, Recording, Reference
 
 REPORT = {

@@ -3,8 +3,8 @@
 
 import random
 
-from vllm_segreuse.features.audit.draw import MOST_AT_ONCE, Draw
-from vllm_segreuse.features.audit.options import AuditOptions
+from segreuse_extras.audit.draw import MOST_AT_ONCE, Draw
+from segreuse_extras.audit.options import AuditOptions
 
 
 class Clock:

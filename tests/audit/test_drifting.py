@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from segreuse_extras.audit import drifting as module
+from segreuse_extras.audit.drifting import Drifted, Drifting
+from segreuse_extras.audit.options import AuditOptions
 from tests.audit.test_draw import Clock
-from vllm_segreuse.features.audit import drifting as module
-from vllm_segreuse.features.audit.drifting import Drifted, Drifting
-from vllm_segreuse.features.audit.options import AuditOptions
 
 
 def made(clock: Clock, **options: Any) -> Drifting:

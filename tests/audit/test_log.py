@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_segreuse.features.audit.log import AuditLog, path_of
+from segreuse_extras.audit.log import AuditLog, path_of
 
 
 class Errors:

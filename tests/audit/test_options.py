@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from segreuse_extras.audit.options import OTHER, AuditOptions
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
-from vllm_segreuse.features.audit.options import OTHER, AuditOptions
 from vllm_segreuse.options.server import ConfigError
 
 NUMBERS: dict[str, tuple[float, float]] = {

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bench.english.tape import divergences
+from segreuse_extras.audit.recorder import Recorder, divergence
 from vllm_segreuse.compat.sampler import Sampled
-from vllm_segreuse.features.audit.recorder import Recorder, divergence
 from vllm_segreuse.plan import AuditOrders, AuditResult, Recording, Reference
 
 VOCABULARY, PROMPT = 50, 10

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
+from segreuse_extras.audit import start as module
+from segreuse_extras.audit.audits import Audit, Audits
+from segreuse_extras.audit.options import AuditOptions
+from segreuse_extras.audit.start import _most_tokens, _reference, start_audits
 from vllm_segreuse.config.metrics import SegReuseStats
-from vllm_segreuse.features.audit import start as module
-from vllm_segreuse.features.audit.audits import Audit, Audits
-from vllm_segreuse.features.audit.options import AuditOptions
-from vllm_segreuse.features.audit.start import _most_tokens, _reference, start_audits
 from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.plan import AuditResult
 

@@ -246,3 +246,68 @@ def test_where_reuse_saves_nothing_the_own_history_is_computed_too(world: World)
     world.admit(tracked, start=0)
     assert tracked.plan is None
     assert tracked.decision.reason == "nothing_saved"
+
+
+def written(names: str) -> list[int]:
+    """A block of text for each letter."""
+    return [100 * ord(name) + i for name in names for i in range(SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("donor", "prompt", "kept"),
+    [
+        ("Stabc", "Sabc.", [0, 1, 2, 3]),  # a thought is dropped
+        ("Stauvbc", "Sabc.", [0, 1, 2, 3]),  # two of them, the second a longer one
+        ("Sabc", "Snabc.", [0, 1, 2, 3]),  # new text in front
+        ("Sabcd", "Scdab.", [0, 1, 2, 1, 2]),  # another order: c is not what a was read behind
+        ("Sabab", "Sab.", [0, 1, 2]),
+        ("Dabc", "Sabc.", [0, 1, 2]),  # another beginning
+        ("abc", "Sabc.", [0, 1, 2]),
+    ],
+)
+def test_as_much_of_a_context_is_kept(donor: str, prompt: str, kept: list[int]) -> None:
+    index = SegmentIndex(16, SIZE)
+    insert(index, written(donor), [*range(len(donor))])
+    asked = prompt_of(written(prompt))
+    stop = len(asked.tokens) - 1
+    pieces = ContentFinder(index, MAX_DEPTH).find(asked, 0, stop).pieces
+    assert (pieces.kept // SIZE).tolist() == kept
+    changed = pieces.segments(0).changed
+    first = pieces.starts
+    both = pieces.position[first] + pieces.destination[first]
+    expected = np.where(pieces.in_context[first], 0, 1 - 2 * pieces.kept[first] / (both + 1e-9))
+    assert changed == pytest.approx(expected)
+    assert ((changed >= 0) & (changed <= 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("donor", "gone", "kept"),
+    [("STabc", 0, [1, 2, 3]), ("STabc", 1, [0, 1, 2]), ("STaybc", 3, [2, 0, 1])],
+)
+def test_what_is_in_front_of_an_evicted_block_is_not_known_to_be_kept(
+    donor: str, gone: int, kept: list[int]
+) -> None:
+    index = SegmentIndex(16, SIZE)
+    insert(index, written(donor), [*range(len(donor))])
+    index.remove([gone])
+    asked = prompt_of(written("STnabc."))
+    pieces = ContentFinder(index, MAX_DEPTH).find(asked, 0, len(asked.tokens)).pieces
+    assert (pieces.kept // SIZE).tolist()[-3:] == kept
+
+
+@given(
+    donor=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=9, unique=True),
+    prompt=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=9),
+)
+def test_kept_text_is_in_front_on_both_sides(donor: list[str], prompt: list[str]) -> None:
+    index = SegmentIndex(16, SIZE)
+    insert(index, written("".join(donor)), [*range(len(donor))])
+    asked = prompt_of(written("".join(prompt)))
+    pieces = ContentFinder(index, MAX_DEPTH).find(asked, 0, len(asked.tokens)).pieces
+    for row, kept in zip(pieces.rows(), (pieces.kept // SIZE).tolist(), strict=True):
+        there, here = donor[: row[4] // SIZE], prompt[: row[0] // SIZE]
+        assert kept <= len({*there} & {*here})
+        common = next(
+            (i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), len(there)
+        )
+        assert kept >= min(common, len(here))

@@ -15,8 +15,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from segreuse_extras.audit.recorder import Sampled
 from vllm_segreuse.compat import sampler
-from vllm_segreuse.features.audit.recorder import Sampled
 
 
 class Recorder:

@@ -11,8 +11,8 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from bench.english.recorder import Recorder
 from bench.english.tape import Tape, divergences
+from segreuse_extras.audit.draw import Draw
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
-from vllm_segreuse.features.audit.draw import Draw
 
 pytestmark = pytest.mark.patches("sampler")
 

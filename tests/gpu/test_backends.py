@@ -16,10 +16,10 @@ if pretending.BACKEND is None:
 
 pretending.pretend(pretending.BACKEND)
 
+from segreuse_extras.audit.draw import Draw  # noqa: E402
 from tests.e2e.engine import NAMESPACE, Engine, Prompts, engine  # noqa: E402
 from tests.e2e.test_equality import EVERYTHING, WAYS, assert_same  # noqa: E402
 from vllm_segreuse.config import SegReuseConfig  # noqa: E402
-from vllm_segreuse.features.audit.draw import Draw  # noqa: E402
 
 BLOCK_SIZE = 16
 SPREAD_TOKENS = 32

@@ -8,10 +8,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from segreuse_extras.audit.audits import Audits
+from segreuse_extras.audit.options import AuditOptions
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.config.metrics import SegReuseStats
-from vllm_segreuse.features.audit.audits import Audits
-from vllm_segreuse.features.audit.options import AuditOptions
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.schemas import PREFIX

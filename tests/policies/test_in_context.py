@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """No policy computes reused text again whose context is the one that it was computed in."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -78,3 +80,30 @@ def test_a_prompt_that_only_goes_on_has_nothing_to_choose(policy: str) -> None:
     recipe = POLICIES[policy](situation([("same", 3000), ("new", 30)]))
     assert (recipe.top_k, recipe.always.sum()) == (0, 30)
     assert recipe.program == Fixed(recipe.program.dense_layers)
+
+
+def edited(changed: list[float], length: int = 400) -> Situation:
+    """Segments of one conversation, behind which so much has changed, and a question."""
+    given = situation([("moved", length)] * len(changed) + [("new", 30)])
+    return replace(given, segments=given.segments._replace(changed=np.array(changed)))
+
+
+@given(
+    changed=st.lists(st.floats(0.0001, 1), min_size=1, max_size=8),
+    more=st.floats(1, 3),
+    at=st.data(),
+)
+def test_the_less_of_a_context_has_changed_the_less_is_computed_again(
+    changed: list[float], more: float, at: st.DataObject
+) -> None:
+    which = at.draw(st.integers(0, len(changed) - 1))
+    other = [*changed]
+    other[which] = min(1, more * changed[which])
+    few, many = (POLICIES["focus"](edited(it)).top_k for it in (changed, other))
+    assert few <= many <= POLICIES["focus"](edited([1.0] * len(changed))).top_k
+
+
+def test_a_hundredth_of_a_context_needs_a_tenth_of_the_budget() -> None:
+    whole, little = (POLICIES["focus"](edited([it] * 10)).top_k for it in (1, 0.01))
+    assert (whole, little) == (420, 42)
+    assert POLICIES["focus"](replace(edited([0.01]), recompute_ratio=0.5)).top_k == 200

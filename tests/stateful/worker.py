@@ -20,12 +20,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from segreuse_extras.audit.recorder import Recorder
 from segreuse_tools.estimate.modelless_engine import step_output
 from tests.stateful import compressing, isolated
 from tests.stateful.rows import Rows
 from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.connector import SegReuseWorkerMetadata
-from vllm_segreuse.features.audit.recorder import Recorder
 from vllm_segreuse.plan import (
     AcceptanceOutcome,
     AuditDone,

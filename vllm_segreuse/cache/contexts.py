@@ -27,7 +27,7 @@ import numpy.typing as npt
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import BoolArray, IntArray, Pieces
+from vllm_segreuse.plan import IntArray
 
 ContextArray = npt.NDArray[np.uint64]
 
@@ -78,66 +78,18 @@ def known_until(
 
 
 def compared(matches: Matches, index: SegmentIndex, prompt: Prompt) -> Matches:
-    """The same matches, whose pieces say how much of the text that they were computed behind is in
-    front of them, and which of them stand in the very same context."""
+    """The same matches, whose pieces say which of them stand in the same context."""
     pieces = matches.pieces
-    if not len(pieces):
-        return matches
-    same_context = _in_same_context(pieces, index, prompt)
-    depth = index.nodes["depth"][pieces.block]
-    deepest = int(np.max(depth - same_context, initial=0))
-    kept = _kept_context(pieces, index, prompt)
-    pieces = replace(pieces, in_context=same_context, kept=kept)
-    return matches._replace(pieces=pieces, max_depth=deepest)
-
-
-def _in_same_context(pieces: Pieces, index: SegmentIndex, prompt: Prompt) -> BoolArray:
-    """bool `[n]`."""
     in_place = (pieces.destination == pieces.position) & (pieces.offset == 0)
+    if not in_place.any():
+        return matches
     here = np.flatnonzero(in_place)
     contexts = prompt.contexts(pieces.destination[here] // index.block_size)
-    in_place[here] = (contexts != UNKNOWN) & (contexts == index.contexts[pieces.block[here]])
-    return np.asarray(in_place, np.bool_)
-
-
-def _kept_context(pieces: Pieces, index: SegmentIndex, prompt: Prompt) -> IntArray:
-    """int32 `[n]`: tokens in front of each piece that were in front of it where it was computed:
-    the beginning that both texts share, and pieces of the same sequence.
-
-    Known by blocks that are indexed yet: what is evicted counts as gone.
-    """
-    kept = np.zeros(len(pieces), np.int32)
-    entries = index.entries(prompt.namespace, pieces.block)
-    first = np.flatnonzero(pieces.starts)
-    for begin, end in zip(first, [*first[1:], len(pieces)], strict=True):
-        if entries[begin] < 0:
-            continue
-        position = int(pieces.position[begin] - pieces.offset[begin])
-        ancestors = index.ancestors(int(entries[begin]), position // index.block_size)
-        blocks = np.append(ancestors, pieces.block[begin])
-        shared = _shared_beginning(blocks, position, index, prompt)
-        earlier = slice(0, begin)
-        of_it = np.isin(pieces.block[earlier], blocks) & (pieces.position[earlier] >= shared)
-        before = shared + int(pieces.length[earlier][of_it].sum())
-        kept[begin:end] = before + pieces.position[begin:end] - pieces.position[begin]
-    return np.minimum(kept, np.minimum(pieces.position, pieces.destination))
-
-
-def _shared_beginning(blocks: IntArray, last: int, index: SegmentIndex, prompt: Prompt) -> int:
-    """Tokens that a prompt and a sequence begin with, in whole blocks.
-
-    Args:
-        blocks: of the sequence, one behind the other.
-        last: position of the last one.
-    """
-    size = index.block_size
-    numbers = np.arange(last // size - len(blocks) + 1, last // size + 1, dtype=np.int32)
-    least, most = 0, int(np.searchsorted(numbers * size, len(prompt.tokens)))
-    while least < most:  # a block has the same context as long as all before it have
-        middle = (least + most) // 2
-        (context,) = prompt.contexts(numbers[middle : middle + 1])
-        if context != UNKNOWN and context == index.contexts[blocks[middle]]:
-            least = middle + 1
-        else:
-            most = middle
-    return int(numbers[least - 1]) * size if least else 0
+    is_same = (contexts != UNKNOWN) & (contexts == index.contexts[pieces.block[here]])
+    if not is_same.any():
+        return matches
+    in_context = np.zeros(len(pieces), np.bool_)
+    in_context[here[is_same]] = True
+    depth = index.nodes["depth"][pieces.block]
+    deepest = int(np.max(depth - in_context, initial=0))
+    return matches._replace(pieces=replace(pieces, in_context=in_context), max_depth=deepest)

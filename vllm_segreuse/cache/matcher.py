@@ -13,12 +13,14 @@ left to right and picks donors.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_segreuse.cache.assembly import MAX_WORK, assemble
 from vllm_segreuse.cache.index import SegmentIndex, salt_of
+from vllm_segreuse.cache.kept import kept_context
 from vllm_segreuse.cache.lookup import find_groups
 from vllm_segreuse.cache.rolling_hash import (
     HashArray,
@@ -129,7 +131,23 @@ def find_matches(
         max_depth,
         np.full(1, MAX_WORK, np.int64),
     )
-    return Matches.of(Pieces.from_table(table, begins=begins), depth)
+    pieces = Pieces.from_table(table, begins=begins)
+    return Matches.of(_with_kept(pieces, index, namespace, tokens), depth)
+
+
+def _with_kept(pieces: Pieces, index: SegmentIndex, namespace: int, tokens: TokenArray) -> Pieces:
+    """The same pieces, which say how much of their context is in front of them."""
+    kept = kept_context(
+        index.nodes,
+        index.tokens,
+        tokens,
+        index.entries(namespace, pieces.block),
+        pieces.destination,
+        pieces.length,
+        pieces.position,
+        pieces.starts,
+    )
+    return replace(pieces, kept=kept)
 
 
 def indexed_windows(

@@ -22,7 +22,7 @@ from types import ModuleType
 
 FEATURES = (
     "vllm_segreuse.features.knowledge",
-    "vllm_segreuse.features.audit",
+    "segreuse_extras.audit",
     "segreuse_extras.trained",
     "segreuse_extras.compressed",
     "vllm_segreuse.features.images",

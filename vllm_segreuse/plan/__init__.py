@@ -4,7 +4,7 @@
 Free of torch and vLLM: policies and the planner run in the scheduler's process.
 """
 
-from vllm_segreuse.plan.arrays import BoolArray, Fates, IntArray
+from vllm_segreuse.plan.arrays import BoolArray, Fates, FloatArray, IntArray
 from vllm_segreuse.plan.audits import AuditDone, AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.plan.check import NO_HALO, Check, Halo
 from vllm_segreuse.plan.compression import AnchorOrder, CopyOrder, ScoreOrder
@@ -48,6 +48,7 @@ __all__ = [
     "Fate",
     "Fates",
     "Fixed",
+    "FloatArray",
     "FreezeOrder",
     "Gather",
     "Halo",

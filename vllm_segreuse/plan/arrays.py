@@ -6,6 +6,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
 
 Fates = npt.NDArray[np.int8]
 """A `Fate` of each token (`recipe.py`)."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_segreuse.plan.arrays import BoolArray, IntArray
+from vllm_segreuse.plan.arrays import BoolArray, FloatArray, IntArray
 from vllm_segreuse.plan.images import Images
 
 ALL_LAYERS = np.iinfo(np.int32).max
@@ -51,7 +51,7 @@ class Segments(NamedTuple):
     first: IntArray
     position: IntArray
     in_context: BoolArray
-    changed: npt.NDArray[np.float64]
+    changed: FloatArray
 
     @classmethod
     def elsewhere(cls, first: IntArray, position: IntArray) -> Segments:
@@ -227,6 +227,7 @@ class Pieces:
             length=np.diff(np.append(where, len(piece))).astype(np.int32),
             offset=split.offset + within,
             position=split.position + within,
+            kept=split.kept + within,
             turn=turn[where],
             begins=split.begins & (within == 0),
         )

@@ -13,15 +13,16 @@ pretrained models (docs/quality.md):
 - The budget grows with the number of segments more than with their length: each has something that
   the others of its prompt change, and what a question looks up grows less than what it looks it up
   in. Segments that were computed with little in front of them lack all of their context, and add
-  more. All segments of a prompt share one budget. `recompute_ratio`, where it is set, is the share
-  of all of them.
+  more; segments behind nearly the text that they were computed behind, as after an edit of a
+  conversation, lack little of it, and add less. All segments of a prompt share one budget.
+  `recompute_ratio`, where it is set, is the share of all of them.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from vllm_segreuse.plan import Gather, IntArray, Probed, Recipe
+from vllm_segreuse.plan import FloatArray, Gather, IntArray, Probed, Recipe
 from vllm_segreuse.policies.base import Situation
 from vllm_segreuse.policies.prophet import by_the_question
 
@@ -52,13 +53,20 @@ def recipe(situation: Situation) -> Recipe:
 def _budget(situation: Situation) -> int:
     if situation.recompute_ratio is not None:
         return situation.budget()
-    of_other_context = ~situation.segments.in_context
-    lengths = situation.lengths[of_other_context]
-    is_alone = situation.segments.position[of_other_context] < FEW_TOKENS
-    behind = _added(lengths[~is_alone], BEHIND, BEHIND_SHARE)
-    return round(max(TOKENS, behind) + _added(lengths[is_alone], ALONE, ALONE_SHARE))
+    segments = situation.segments
+    need = np.sqrt(segments.changed)  # 0 for those in their own context
+    lengths = situation.lengths
+    is_alone = segments.position < FEW_TOKENS
+    behind = _added(lengths, need * ~is_alone, BEHIND, BEHIND_SHARE)
+    moved = max(1, int(lengths[need > 0].sum()))
+    least = TOKENS * float(need @ lengths) / moved
+    return round(max(least, behind) + _added(lengths, need * is_alone, ALONE, ALONE_SHARE))
 
 
-def _added(lengths: IntArray, tokens: int, share: float) -> float:
-    """What segments of these lengths add to the budget."""
-    return float(np.minimum(tokens, AT_MOST * lengths).sum()) + share * int(lengths.sum())
+def _added(lengths: IntArray, need: FloatArray, tokens: int, share: float) -> float:
+    """What segments of these lengths add to the budget.
+
+    Args:
+        need: of each, the share that it adds of what it would add in another context.
+    """
+    return float(need @ np.minimum(tokens, AT_MOST * lengths)) + share * float(need @ lengths)

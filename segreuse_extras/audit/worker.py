@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from segreuse_extras.audit.recorder import Recorder
 from vllm_segreuse.compat import sampler
-from vllm_segreuse.features.audit.recorder import Recorder
 from vllm_segreuse.plan import AuditDone, AuditOrders
 from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 

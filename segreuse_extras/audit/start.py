@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from segreuse_extras.audit.audits import Audit, Audits
+from segreuse_extras.audit.log import AuditLog, path_of
+from segreuse_extras.audit.options import AuditOptions
 from vllm_segreuse.engine.metrics import Counted
-from vllm_segreuse.features.audit.audits import Audit, Audits
-from vllm_segreuse.features.audit.log import AuditLog, path_of
-from vllm_segreuse.features.audit.options import AuditOptions
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:

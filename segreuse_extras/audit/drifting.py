@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vllm_segreuse.features.audit.options import AuditOptions
+from segreuse_extras.audit.options import AuditOptions
 
 MOST_NAMESPACES = 4096
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from vllm_segreuse.features.audit.options import AuditOptions
+from segreuse_extras.audit.options import AuditOptions
 
 MOST_AT_ONCE = 16
 """Audits under way. Workers hold a row of logits for each: 600 kB at 150,000 tokens."""

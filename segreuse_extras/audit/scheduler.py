@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_segreuse.features.audit.audits import Audit
-from vllm_segreuse.features.audit.options import AuditServer
-from vllm_segreuse.features.audit.start import start_audits
+from segreuse_extras.audit.audits import Audit
+from segreuse_extras.audit.options import AuditServer
+from segreuse_extras.audit.start import start_audits
 from vllm_segreuse.plan import AuditDone, AuditOrders, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
