@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from examples.agents import react, run
+from examples.agents import editing, react, run
 from examples.agents.tools import CATALOGUE, SCHEMAS, ToolError, Tools, calculate
 from tests.knowledge.served import served
 
@@ -118,7 +118,7 @@ def asked() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             bodies.append(await request.json())
             call = {"id": "c", "type": "function", "function": CALL}
             message = {"role": "assistant", "content": "93"}
-            if len(bodies) == 1:
+            if len(bodies) == 1 and bodies[0].get("tool_choice") != "none":
                 message = {"role": "assistant", "content": None, "tool_calls": [call]}  # type: ignore[dict-item]
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
             return base | {"object": "chat.completion", "choices": [choice]}
@@ -142,9 +142,30 @@ def test_the_agent_calls_its_tools_until_it_answers(
     assert out.count("similar 7") == 3
 
 
-def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--url", "http://127.0.0.1:1"]) == 1
-    assert capsys.readouterr().err.startswith("agents example: ")
+def test_the_editing_agent_cuts_what_is_old_and_nothing_else(
+    asked: tuple[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, bodies = asked
+    assert editing.main(["--url", url, "--keep", "2"]) == 0
+    assert all(body["extra_keys"] == ["agents"] for body in bodies)
+    assert len(bodies) == len(CATALOGUE) == 4
+    for number, body in enumerate(bodies, 1):
+        results = [it["content"] for it in body["messages"] if it["role"] == "tool"]
+        assert [it == editing.REMOVED for it in results] == [i < number - 2 for i in range(number)]
+    last, before = bodies[3]["messages"], bodies[2]["messages"]
+    same = [one == other for one, other in zip(last, before, strict=False)]
+    assert same.count(False) == 1, "one result was cut"
+    assert capsys.readouterr().out.count("prefix 7, reused 7") == 4
+
+
+@pytest.mark.parametrize("agent", [run, editing])
+def test_a_server_that_is_not_there_is_one_sentence(
+    agent: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert agent.main(["--url", "http://127.0.0.1:1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(("agents example: ", "editing example: "))
+    assert error.count("\n") == 1
 
 
 @pytest.mark.slow  # LangChain takes seconds to import
