@@ -107,3 +107,10 @@ def test_a_hundredth_of_a_context_needs_a_tenth_of_the_budget() -> None:
     whole, little = (POLICIES["focus"](edited([it] * 10)).top_k for it in (1, 0.01))
     assert (whole, little) == (420, 42)
     assert POLICIES["focus"](replace(edited([0.01]), recompute_ratio=0.5)).top_k == 200
+
+
+def test_where_nearly_nothing_has_changed_all_is_moved() -> None:
+    given = edited([0.0001] * 4)
+    recipe = POLICIES["focus"](given)
+    assert (recipe.top_k, recipe.program) == (0, Fixed())
+    assert recipe.may_leave_tail

@@ -43,6 +43,9 @@ ALONE, ALONE_SHARE = 20, 0.12
 AT_MOST = 1 / 3
 """The tokens that a segment adds, beside its share, are at most so many of its own."""
 
+FEWEST = 32
+"""Fewer tokens are not worth reading the question twice, as a choice takes: they are moved only."""
+
 
 def recipe(situation: Situation) -> Recipe:
     """`prophet`'s recipe, with another score and budget."""
@@ -60,7 +63,8 @@ def _budget(situation: Situation) -> int:
     behind = _added(lengths, need * ~is_alone, BEHIND, BEHIND_SHARE)
     moved = max(1, int(lengths[need > 0].sum()))
     least = TOKENS * float(need @ lengths) / moved
-    return round(max(least, behind) + _added(lengths, need * is_alone, ALONE, ALONE_SHARE))
+    budget = round(max(least, behind) + _added(lengths, need * is_alone, ALONE, ALONE_SHARE))
+    return budget if budget >= FEWEST else 0
 
 
 def _added(lengths: IntArray, need: FloatArray, tokens: int, share: float) -> float:
