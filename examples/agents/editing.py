@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, messages in enumerate(turns, 1):
             answer = client.chat.completions.create(
                 model=model,
-                messages=edited(messages, args.keep),  # type: ignore[arg-type]
-                tools=[{"type": "function", "function": it} for it in SCHEMAS],  # type: ignore[misc]
+                messages=edited(messages, args.keep),
+                tools=[{"type": "function", "function": it} for it in SCHEMAS],
                 tool_choice="none",
                 max_tokens=8,
                 temperature=0.0,

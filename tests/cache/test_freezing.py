@@ -15,6 +15,7 @@ from tests.cache.test_frozen import TOTAL, Blocks
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.features.knowledge import freezing as freezing_module
 from vllm_segreuse.features.knowledge.freezing import Freezing
 from vllm_segreuse.features.knowledge.frozen import EntryUse, FrozenPool
 from vllm_segreuse.plan import FreezeOrder
@@ -273,3 +274,15 @@ def test_each_cause_has_words_of_its_own() -> None:
     world.index.insert = lambda *arguments, **options: None  # type: ignore[method-assign]
     assert not world.compute("unknown", blocks=2)
     assert "2 of its 2 blocks may not donate" in (world.freezing.why_refused("unknown") or "")
+
+
+def test_the_causes_that_were_noted_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freezing_module, "_REFUSALS", 2)
+    freezing = World().freezing
+    for entry in ("first", "second", "first", "third"):
+        freezing.refuse(entry, f"{entry} fails")
+    assert [freezing.why_refused(entry) for entry in ("first", "second", "third")] == [
+        "first fails",
+        None,
+        "third fails",
+    ]

@@ -100,4 +100,4 @@ def _slot(taken: IntArray, entry: int) -> int:
     slot = entry & (taken.shape[0] - 1)
     while taken[slot, ENTRY] >= 0 and taken[slot, ENTRY] != entry:
         slot = (slot + 1) & (taken.shape[0] - 1)
-    return slot
+    return int(slot)

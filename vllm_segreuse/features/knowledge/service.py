@@ -300,10 +300,10 @@ class KnowledgeService:
         record = await self._in_store(
             self._store.document, base.record.extra_key, name, document_id
         )
-        if record is None or record.fault:
+        if fault := _fault_of(record):
             self._catalogue.document(self._catalogue.base(name), document_id)  # deleted meanwhile?
-            fault = UNREADABLE if record is None else record.fault
             raise ConflictError(f"the document {document_id!r} cannot be read: {fault}")
+        assert record is not None
         return await _in_thread(self._tokenizer, self._text, record)
 
     def _text(self, record: DocumentRecord) -> schemas.DocumentText:
@@ -495,11 +495,11 @@ class KnowledgeService:
         record = await self._in_store(
             self._store.document, base.record.extra_key, base_name, document_id
         )
-        if document.fault or record is None or record.fault:
-            fault = document.fault or (UNREADABLE if record is None else record.fault)
+        if fault := document.fault or _fault_of(record):
             raise ConflictError(
                 f"{DOCUMENTS}: the document {shown(name)!r} failed: {fault}", DOCUMENTS
             )
+        assert record is not None
         if anchors is not None:
             return NamedDocument(name, record.entry, _standing_for(anchors, record.tokens))
         if record.kept is None:
@@ -674,6 +674,11 @@ def service_of(state: Any) -> KnowledgeService:
 
 async def _in_thread(thread: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
     return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+
+
+def _fault_of(record: DocumentRecord | None) -> str | None:
+    """Why what the store has of a document cannot be used; None: it can."""
+    return UNREADABLE if record is None else record.fault
 
 
 def _standing_for(anchors: Anchors, document: Tokens) -> Tokens:
