@@ -103,9 +103,9 @@ def test_the_less_of_a_context_has_changed_the_less_is_computed_again(
     assert few <= many <= POLICIES["focus"](edited([1.0] * len(changed))).top_k
 
 
-def test_a_hundredth_of_a_context_needs_a_tenth_of_the_budget() -> None:
-    whole, little = (POLICIES["focus"](edited([it] * 10)).top_k for it in (1, 0.01))
-    assert (whole, little) == (420, 42)
+def test_behind_an_edit_the_budget_grows_with_the_root_of_what_has_changed() -> None:
+    budgets = [POLICIES["focus"](edited([it] * 10)).top_k for it in (1, 0.25, 0.0625, 0.01)]
+    assert budgets == [420, 420, 210, 84]
     assert POLICIES["focus"](replace(edited([0.01]), recompute_ratio=0.5)).top_k == 200
 
 

@@ -43,6 +43,11 @@ ALONE, ALONE_SHARE = 20, 0.12
 AT_MOST = 1 / 3
 """The tokens that a segment adds, beside its share, are at most so many of its own."""
 
+MUCH = 0.25
+"""Share of what is in front of a segment, there and here, that is only on one side: with as much
+and more it stands behind another text. Behind an edit it is less: the square root of its part is
+added."""
+
 FEWEST = 32
 """Fewer tokens are not worth reading the question twice, as a choice takes: they are moved only."""
 
@@ -57,7 +62,7 @@ def _budget(situation: Situation) -> int:
     if situation.recompute_ratio is not None:
         return situation.budget()
     segments = situation.segments
-    need = np.sqrt(segments.changed)  # 0 for those in their own context
+    need = np.sqrt(np.minimum(1, segments.changed / MUCH))  # 0 for those in their own context
     lengths = situation.lengths
     is_alone = segments.position < FEW_TOKENS
     behind = _added(lengths, need * ~is_alone, BEHIND, BEHIND_SHARE)
