@@ -19,6 +19,11 @@ ONLY_WITHOUT = (
 )
 
 
+def chosen(given: argparse.Namespace) -> slice:
+    """Which requests of the log are replayed, by `--start` and `--requests`."""
+    return slice(given.start, None if given.count is None else given.start + given.count)
+
+
 def sizes(text: str) -> tuple[int | None, ...]:
     """An argument's `type`: sizes of caches, as "100K,1M,unlimited"; ascending, None: no limit."""
     found = {_tokens(part.strip()) for part in text.split(",")}

@@ -8,13 +8,14 @@ sizes, not on the log's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from segreuse_tools.estimate.light_options import CACHE_TOKENS, sizes
+from segreuse_tools.estimate.light_options import CACHE_TOKENS, chosen, sizes
 from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.estimate.traces.formats import Format
 from segreuse_tools.estimate.traces.lines import LogLines
@@ -134,11 +135,13 @@ def _simulated(given: argparse.Namespace, setting: GainSetting, log: _Log) -> Ga
     from segreuse_tools.estimate.gain import Gain, Simulation
 
     simulation = Simulation(setting)
-    for prompt in _shown(log):
+    which = chosen(given)
+    for prompt in itertools.islice(_shown(log), which.start, which.stop):
         simulation.run(prompt)
     if not simulation.requests:
-        whys = "; ".join(map(str, log.left_out.reasons))
-        raise LogError(f"{given.requests} holds nothing that can be replayed: {whys or 'no line'}")
+        behind = f" behind the first {given.start:,} requests" if given.start else ""
+        whys = "; ".join(map(str, log.left_out.reasons)) or "no line"
+        raise LogError(f"{given.requests} holds nothing{behind} that can be replayed: {whys}")
     return Gain(
         format=log.format,
         requests=simulation.requests,
