@@ -31,11 +31,11 @@ from segreuse_tools.estimate.light_options import CACHE_TOKENS, sizes
 from vllm_segreuse.options.request import RECOMMENDED
 from vllm_segreuse.policies import POLICIES
 
-SHAPE = "bench8"
+SHAPE = "bench28"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; returns the exit status: 2 for bad input."""
+    """Run it; returns the exit status: 2 for bad input, 130 if it was interrupted."""
     args = _parser().parse_args(argv)
     try:
         if args.model is None:
@@ -77,15 +77,22 @@ def run(args: argparse.Namespace) -> int:
         for policy in args.policies:
             at = load.blocks, BLOCK_TOKENS, layers
             estimated[policy] = estimating.of_slice(prompts, policy, *at)
-        turns += serving.replayed(args.model, args.policies, prompts, load)
     found = estimating.of_whole(args.trace, args.cache_sizes, tuple(args.policies))
     where |= dict(zip(("format", "all_requests", "all_prompt_tokens"), found, strict=False))
+    where["interrupted"] = False
+    if args.requests:
+        try:
+            for turn in serving.replayed(args.model, args.policies, prompts, load):
+                turns.append(turn)
+        except KeyboardInterrupt:
+            print("interrupted: figures are of what was measured", file=sys.stderr)
+            where["interrupted"] = True
     result = figures.result_of(turns, estimated, found[-1])
     harness.report("trace", where, result)
     if args.json:
         result["rows"] += map(_plain, turns)
         harness.write_json(args.json, "trace", where, result)
-    return 0
+    return 130 if where["interrupted"] else 0
 
 
 def _plain(turn: Turn) -> dict[str, Any]:
@@ -119,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of a part, of those in the trace (%(default)s)",
     )
     parser.add_argument(
-        "--answer-tokens", type=number(int, 1), default=8, help="at most (%(default)s)"
+        "--answer-tokens", type=number(int, 1), default=4, help="at most (%(default)s)"
     )
     parser.add_argument(
         "--cache-tokens",

@@ -9,6 +9,7 @@ of "estimate"   the whole trace, by size of the cache
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,11 +39,13 @@ def result_of(
         estimated: of the slice, by policy. The summary's ratios are of the first one.
         whole: of the trace, by size of the cache, ascending.
     """
+    turns = complete(turns, (PREFIX, *estimated))
+    has = {turn.passed for turn in turns}
     rows = [
         _engine_row(passed, arm, turns, estimated)
         for passed in (TIMED, CLOSED)
         for arm in (PREFIX, *estimated)
-        if turns
+        if passed in has
     ]
     ratios = [_ratios(policy, turns) for policy in estimated if turns]
     summary: dict[str, Any] = {
@@ -53,10 +56,16 @@ def result_of(
             key=abs,
             default=None,
         ),
-        "ttft_over_prefix": ratios[0]["ttft_over_prefix"] if ratios else None,
-        "throughput_over_prefix": ratios[0]["throughput_over_prefix"] if ratios else None,
+        "ttft_over_prefix": ratios[0].get("ttft_over_prefix") if ratios else None,
+        "throughput_over_prefix": ratios[0].get("throughput_over_prefix") if ratios else None,
     }
     return {"rows": [*rows, *ratios, *map(_whole_row, whole)], "summary": summary}
+
+
+def complete(turns: Sequence[Turn], arms: Sequence[str]) -> list[Turn]:
+    """Without a turn that some arm has not had: the run was interrupted."""
+    had = Counter((turn.passed, turn.number) for turn in turns)
+    return [turn for turn in turns if had[turn.passed, turn.number] == len(arms)]
 
 
 def _anywhere(row: SizeRow) -> float:
@@ -105,6 +114,8 @@ def _ratios(policy: str, turns: Sequence[Turn]) -> dict[str, Any]:
             for arm in (policy, PREFIX)
         ]
         pairs = list(zip(*by_arm, strict=True))
+        if not pairs:
+            continue
         low, high = interval(pairs, statistic)
         ratios |= {name: statistic(pairs), f"{name}_low": low, f"{name}_high": high}
     return ratios

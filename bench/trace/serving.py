@@ -10,16 +10,16 @@ next one when one of a few has been answered, which shows the throughput.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench import harness
-from bench.agents.completions import Completions
+from bench.agents.completions import Answered, Completions
 from bench.agents.tokens import Tokens
 from bench.engine import BLOCK_TOKENS
 from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server
@@ -32,8 +32,9 @@ CONCURRENCY = 4
 MOST_WAIT_S = 5.0
 """Longest pause between two requests of the timed pass: nights are cut."""
 _MOST_IN_FLIGHT = 64
-_WAKING = [7] * (BLOCK_TOKENS // 2)
-"""Too short for a block: nothing of it is cached."""
+_WAKING = TracePrompt([7] * (BLOCK_TOKENS // 2), (), 1, 0.0)
+"""Wakes a server that was halted. Too short for a block: nothing of it is cached."""
+_WARMING = 4
 _NAMESPACE = ["bench-trace"]
 _START_S = 900
 _FLAGS = (
@@ -64,6 +65,7 @@ class Turn:
 
     Attributes:
         passed: which pass.
+        number: of the turn; all arms have the same prompts in it.
         arm: its name.
         seconds: from the first prompt that was sent to the last answer.
         ttft_s: seconds to the first token, of each.
@@ -71,6 +73,7 @@ class Turn:
     """
 
     passed: str
+    number: int
     arm: str
     seconds: float
     ttft_s: tuple[float, ...]
@@ -93,6 +96,9 @@ def replayed(
             for arm in (PREFIX, *policies)
         }
         clients = {arm: Completions(server, longest) for arm, server in servers.items()}
+        for arm, client in clients.items():
+            with _only(servers, arm):
+                _warm_up(client, arm, prompts)
         for passed in (TIMED, CLOSED):
             for client in clients.values():
                 client.reset()
@@ -100,7 +106,11 @@ def replayed(
             for number, some in enumerate(harness.progress(turns, f"trace, {passed}")):
                 for arm in harness.rotated([*servers], number):
                     with _only(servers, arm):
-                        yield _taken(passed, arm, clients[arm], some, load)
+                        ask = partial(_ask, clients[arm], arm)
+                        seconds, found = _taken(passed, ask, some, load.quicker)
+                    ttft_s = tuple(it.ttft_s for it in found)
+                    tokens = sum((it.tokens for it in found), Tokens())
+                    yield Turn(passed, number, arm, seconds, ttft_s, tokens)
 
 
 @contextmanager
@@ -133,27 +143,38 @@ def _only(servers: Mapping[str, Server], arm: str) -> Iterator[None]:
         yield
 
 
-def _taken(
-    passed: str, arm: str, client: Completions, prompts: Sequence[TracePrompt], load: Load
-) -> Turn:
+def _ask(client: Completions, arm: str, prompt: TracePrompt) -> Answered:
     body = {"ignore_eos": True} | ({} if arm == PREFIX else {"extra_keys": _NAMESPACE})
-    client.ask(_WAKING, {"ignore_eos": True} | body, 1)
-    sending = sent_at([prompt.time_s / load.quicker for prompt in prompts])
+    return client.ask(prompt.tokens, body, prompt.answer_tokens)
+
+
+def _warm_up(client: Completions, arm: str, prompts: Sequence[TracePrompt]) -> None:
+    """The first requests are slow: code is compiled, and the first plans are made."""
+    for prompt in prompts[-_WARMING:]:
+        _ask(client, arm, prompt)
+        _ask(client, arm, replace(prompt, tokens=prompt.tokens[BLOCK_TOKENS // 2 :]))
+
+
+def _taken(
+    passed: str,
+    ask: Callable[[TracePrompt], Answered],
+    prompts: Sequence[TracePrompt],
+    quicker: float,
+) -> tuple[float, list[Answered]]:
+    """Seconds for all prompts, and the answers."""
+    ask(_WAKING)
+    sending = sent_at([prompt.time_s / quicker for prompt in prompts])
     began = time.perf_counter()
 
-    def one(number: int) -> tuple[float, Tokens]:
+    def one(number: int) -> Answered:
         if passed == TIMED:
             time.sleep(max(0.0, began + sending[number] - time.perf_counter()))
-        prompt = prompts[number]
-        answered = client.ask(prompt.tokens, body, prompt.answer_tokens)
-        return answered.ttft_s, answered.tokens
+        return ask(prompts[number])
 
     most = _MOST_IN_FLIGHT if passed == TIMED else CONCURRENCY
     with ThreadPoolExecutor(most) as pool:
-        found = list(pool.map(partial(one), range(len(prompts))))
-    seconds = time.perf_counter() - began
-    total = sum((tokens for _, tokens in found), Tokens())
-    return Turn(passed, arm, seconds, tuple(ttft for ttft, _ in found), total)
+        found = list(pool.map(one, range(len(prompts))))
+    return time.perf_counter() - began, found
 
 
 def sent_at(times_s: Sequence[float]) -> list[float]:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from segreuse_tools.estimate.gain import Gain, GainSetting
     from segreuse_tools.estimate.prompts import PromptTokens
 
+WRITTEN_BLOCK = 16
+"""Tokens of an id that is written: the default of `timed_trace`."""
+
 UPDATE_EVERY = 50
 """Prompts between two movements of the progress bar."""
 
@@ -117,7 +120,11 @@ def _cost(given: argparse.Namespace) -> CostModel | None:
 
 def _opened(given: argparse.Namespace, found: Format | None) -> _Log:
     left_out = LeftOut(given.strict)
+    if given.write_block_size is not None and given.write is None:
+        raise InputError("--write-block-size needs --write FILE.jsonl")
     if found in (None, Format.BODIES):
+        if given.write is not None:
+            raise InputError(f"--write is for traces of ids, and {given.requests} has texts")
         from segreuse_tools.estimate.light_rendering import BodyPrompts
 
         bodies = BodyPrompts(given.requests, given.model, given.extra_keys, left_out)
@@ -136,7 +143,8 @@ def _simulated(given: argparse.Namespace, setting: GainSetting, log: _Log) -> Ga
 
     simulation = Simulation(setting)
     which = chosen(given)
-    for prompt in itertools.islice(_shown(log), which.start, which.stop):
+    prompts = itertools.islice(_shown(log), which.start, which.stop)
+    for prompt in _written(given, prompts):
         simulation.run(prompt)
     if not simulation.requests:
         behind = f" behind the first {given.start:,} requests" if given.start else ""
@@ -155,6 +163,20 @@ def _simulated(given: argparse.Namespace, setting: GainSetting, log: _Log) -> Ga
         tier_tokens=setting.tier_tokens,
         sizes=tuple(simulation.rows()),
     )
+
+
+def _written(given: argparse.Namespace, prompts: Iterator[PromptTokens]) -> Iterator[PromptTokens]:
+    """The prompts, each written on its way if that was asked for."""
+    if given.write is None:
+        yield from prompts
+        return
+    from segreuse_tools.estimate.traces.writing import HashIdFile
+
+    with HashIdFile(given.write, given.write_block_size or WRITTEN_BLOCK) as file:
+        for prompt in prompts:
+            assert prompt.parts is not None
+            file.write(prompt.parts, prompt.answer_tokens, prompt.time_s)
+            yield prompt
 
 
 def _shown(log: _Log) -> Iterator[PromptTokens]:
