@@ -150,9 +150,12 @@ class BlockPool:
         # A block at a time takes several times as long, and there are millions of them.
         known = list(map(self._blocks.pop, names, repeat(None)))
         if known != blocks:
-            taken_too = {None, *blocks}
-            others = zip(names, known, strict=True)
-            self._blocks.update((name, block) for name, block in others if block not in taken_too)
+            gone = set(blocks)
+            self._blocks.update(
+                (name, block)
+                for name, block in zip(names, known, strict=True)
+                if block is not None and block not in gone
+            )
 
     def name(self, blocks: list[int], names: list[int]) -> None:
         """Blocks have names from now on; where another has the same one, it keeps it."""
