@@ -42,6 +42,7 @@ COMMANDS = {
         "codecs of the second tier: speed; with --model DIR: quality",
     ),
     "english": ("bench.english.command", "what reuse costs a pretrained model on English text"),
+    "trace": ("bench.trace.command", "a trace of ids: an estimate, and the engine's own word"),
     "tables": ("bench.tables.command", "the tables of figures in the pages (--check)"),
 }
 

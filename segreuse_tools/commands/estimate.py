@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from segreuse_tools.command_line import add_config, number
 from segreuse_tools.engine_loading import is_installed, not_searched_for_garbage, quiet
 from segreuse_tools.estimate import light_options
+from segreuse_tools.estimate.light_options import chosen
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, read_log
 from segreuse_tools.estimate.traces.formats import Format
 from segreuse_tools.estimate.traces.reading import find_format
@@ -80,6 +81,9 @@ def _estimate(given: argparse.Namespace, engine_arguments: list[str]) -> int:
     of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
     left_out = LeftOut(given.strict)
     log = _ordered(read_log(given.requests, left_out), given.tokens_per_second is not None)
+    log = log[chosen(given)]
+    if not log:
+        raise LogError(f"{given.requests} has no request behind the first {given.start:,}")
     found, default = _estimated(given, engine_arguments, of_file, log, left_out)
     from segreuse_tools.estimate.estimate_text import as_text
 
@@ -172,6 +176,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="of requests that name none; repeated: a composite one (none: nothing is looked up)",
     )
     _add_engine(parser)
+    _add_slice(parser)
     light_options.add_options(parser)
     parser.add_argument(
         "--strict",
@@ -180,6 +185,25 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_known_args(arguments)
+
+
+def _add_slice(parser: argparse.ArgumentParser) -> None:
+    """Which requests of the log are replayed."""
+    group = parser.add_argument_group("a slice of the log, in the order of its replay")
+    group.add_argument(
+        "--start",
+        type=number(int, 0),
+        default=0,
+        metavar="K",
+        help="skip the first K requests; all caches are empty behind them (%(default)s)",
+    )
+    group.add_argument(
+        "--requests",
+        dest="count",
+        type=number(int, 1),
+        metavar="N",
+        help="replay N requests at most (all)",
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

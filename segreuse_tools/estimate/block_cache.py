@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -96,7 +97,7 @@ class BlockPool:
         self._clock = 0
         self.has_evicted = False
         self._blocks: dict[int, int] = {}
-        self._names: dict[int, int] = {}
+        self._names = np.zeros(num_blocks, np.uint64)  # 0: none
 
     def find(self, names: Sequence[int]) -> list[int]:
         """Blocks with the first of these names, up to the first that has none."""
@@ -139,20 +140,27 @@ class BlockPool:
             count -= len(blocks)
         found = np.concatenate(taken) if taken else np.empty(0, np.int32)
         self._freed_at[found] = -1
-        self._forget(found.tolist())
+        self._forget(found)
         return found
 
-    def _forget(self, blocks: list[int]) -> None:
-        for block in blocks:
-            name = self._names.pop(block, None)
-            if name is not None and self._blocks.get(name) == block:
-                del self._blocks[name]
+    def _forget(self, taken: IntArray) -> None:
+        named = taken[self._names[taken] != 0]
+        names, blocks = self._names[named].tolist(), named.tolist()
+        self._names[named] = 0
+        # A block at a time takes several times as long, and there are millions of them.
+        known = list(map(self._blocks.pop, names, repeat(None)))
+        if known != blocks:
+            gone = set(blocks)
+            self._blocks.update(
+                (name, block)
+                for name, block in zip(names, known, strict=True)
+                if block is not None and block not in gone
+            )
 
-    def name(self, blocks: Sequence[int], names: Sequence[int]) -> None:
+    def name(self, blocks: list[int], names: list[int]) -> None:
         """Blocks have names from now on; where another has the same one, it keeps it."""
-        self._names.update(zip(blocks, names, strict=True))
-        for name, block in zip(names, blocks, strict=True):
-            self._blocks.setdefault(name, block)
+        self._names[blocks] = names
+        deque(map(self._blocks.setdefault, names, blocks), maxlen=0)
 
     def free(self, blocks: Sequence[int] | IntArray) -> None:
         """Blocks are in use no more: the first of them is taken first."""

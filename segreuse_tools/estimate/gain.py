@@ -85,6 +85,7 @@ class SizeRow:
         prefix_share: by prefix caching, in whole blocks.
         any_position_share: by this plugin: its prefix hits, and segments at any offset in blocks,
             of which each prompt has its own copy.
+        any_position_prefix_share: of these, the prefix hits.
         tier_prefix_share, tier_any_position_share: of these, how much more with the tier.
         whole_prefix_share, whole_reordered_share, whole_any_position_share: of components that are
             known as a whole, each held once; None: the log has none.
@@ -97,6 +98,7 @@ class SizeRow:
     is_capped: bool
     prefix_share: float
     any_position_share: float
+    any_position_prefix_share: float
     tier_prefix_share: float | None
     tier_any_position_share: float | None
     whole_prefix_share: float | None
@@ -148,6 +150,7 @@ class _Sums:
 
     prefix: int = 0
     found: int = 0
+    found_prefix: int = 0
     whole_prefix: int = 0
     whole_reordered: int = 0
     whole_anywhere: int = 0
@@ -193,6 +196,7 @@ class _Size:
         plain, found = self._prefix[engine].run(sent), self._segments[engine].run(sent)
         sums.prefix += plain.prefix_tokens
         sums.found += found.prefix_tokens + found.segment_tokens
+        sums.found_prefix += found.prefix_tokens
         sums.too_long += not found.fits
         self._note(plain, found, count)
         if prompt.parts is not None:
@@ -304,6 +308,7 @@ class Simulation:
             is_capped=tokens is None and size.is_full,
             prefix_share=sums.prefix / total,
             any_position_share=sums.found / total,
+            any_position_prefix_share=sums.found_prefix / total,
             tier_prefix_share=more(tiered.sums.prefix if tiered else 0, sums.prefix),
             tier_any_position_share=more(tiered.sums.found if tiered else 0, sums.found),
             whole_prefix_share=whole(sums.whole_prefix),

@@ -15,8 +15,14 @@ _UNITS = {"": 1, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 ONLY_WITH_ENGINE = ("num_blocks", "kv_gib", "concurrency", "tokens_per_second")
 ONLY_WITHOUT = (
     *("cache_tokens", "tier_tokens", "engines", "router", "trace_block_size", "layers", "plot"),
+    *("write", "write_block_size"),
     *("prefill_tokens_per_second", "attention_pairs_per_second", "speed"),
 )
+
+
+def chosen(given: argparse.Namespace) -> slice:
+    """Which requests of the log are replayed, by `--start` and `--requests`."""
+    return slice(given.start, None if given.count is None else given.start + given.count)
 
 
 def sizes(text: str) -> tuple[int | None, ...]:
@@ -85,6 +91,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of a block of hash_ids (as the lines tell)",
     )
     _add_device(group)
+    group.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="also write what is replayed as hash ids, for `vllm bench serve` and AIPerf",
+    )
+    group.add_argument(
+        "--write-block-size",
+        type=number(int, 1),
+        metavar="N",
+        help="tokens of an id that is written; parts are rounded to whole ones (16)",
+    )
     group.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw the table")
 
 

@@ -23,6 +23,7 @@ class PromptTokens(NamedTuple):
         documents: what it shares with others, for a router.
         namespace: in which segments are found; None: none are.
         parts: of which a trace says that it is made; None: it is text.
+        time_s: when it was sent; None: not known.
     """
 
     tokens: IntArray
@@ -31,6 +32,7 @@ class PromptTokens(NamedTuple):
     documents: list[str]
     namespace: int | None = 0
     parts: tuple[PromptPart, ...] | None = None
+    time_s: float | None = None
 
 
 def of_trace(trace: Trace) -> Iterator[PromptTokens]:
@@ -42,6 +44,7 @@ def of_trace(trace: Trace) -> Iterator[PromptTokens]:
             request.session,
             [str(id) for id in request.documents],
             parts=request.parts,
+            time_s=request.time_s,
         )
 
 

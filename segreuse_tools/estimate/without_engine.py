@@ -8,13 +8,14 @@ sizes, not on the log's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from segreuse_tools.estimate.light_options import CACHE_TOKENS, sizes
+from segreuse_tools.estimate.light_options import CACHE_TOKENS, chosen, sizes
 from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.estimate.traces.formats import Format
 from segreuse_tools.estimate.traces.lines import LogLines
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from segreuse_tools.estimate.cost_model import CostModel
     from segreuse_tools.estimate.gain import Gain, GainSetting
     from segreuse_tools.estimate.prompts import PromptTokens
+
+WRITTEN_BLOCK = 16
+"""Tokens of an id that is written: the default of `timed_trace`."""
 
 UPDATE_EVERY = 50
 """Prompts between two movements of the progress bar."""
@@ -116,7 +120,11 @@ def _cost(given: argparse.Namespace) -> CostModel | None:
 
 def _opened(given: argparse.Namespace, found: Format | None) -> _Log:
     left_out = LeftOut(given.strict)
+    if given.write_block_size is not None and given.write is None:
+        raise InputError("--write-block-size needs --write FILE.jsonl")
     if found in (None, Format.BODIES):
+        if given.write is not None:
+            raise InputError(f"--write is for traces of ids, and {given.requests} has texts")
         from segreuse_tools.estimate.light_rendering import BodyPrompts
 
         bodies = BodyPrompts(given.requests, given.model, given.extra_keys, left_out)
@@ -134,11 +142,14 @@ def _simulated(given: argparse.Namespace, setting: GainSetting, log: _Log) -> Ga
     from segreuse_tools.estimate.gain import Gain, Simulation
 
     simulation = Simulation(setting)
-    for prompt in _shown(log):
+    which = chosen(given)
+    prompts = itertools.islice(_shown(log), which.start, which.stop)
+    for prompt in _written(given, prompts):
         simulation.run(prompt)
     if not simulation.requests:
-        whys = "; ".join(map(str, log.left_out.reasons))
-        raise LogError(f"{given.requests} holds nothing that can be replayed: {whys or 'no line'}")
+        behind = f" behind the first {given.start:,} requests" if given.start else ""
+        whys = "; ".join(map(str, log.left_out.reasons)) or "no line"
+        raise LogError(f"{given.requests} holds nothing{behind} that can be replayed: {whys}")
     return Gain(
         format=log.format,
         requests=simulation.requests,
@@ -152,6 +163,20 @@ def _simulated(given: argparse.Namespace, setting: GainSetting, log: _Log) -> Ga
         tier_tokens=setting.tier_tokens,
         sizes=tuple(simulation.rows()),
     )
+
+
+def _written(given: argparse.Namespace, prompts: Iterator[PromptTokens]) -> Iterator[PromptTokens]:
+    """The prompts, each written on its way if that was asked for."""
+    if given.write is None:
+        yield from prompts
+        return
+    from segreuse_tools.estimate.traces.writing import HashIdFile
+
+    with HashIdFile(given.write, given.write_block_size or WRITTEN_BLOCK) as file:
+        for prompt in prompts:
+            assert prompt.parts is not None
+            file.write(prompt.parts, prompt.answer_tokens, prompt.time_s)
+            yield prompt
 
 
 def _shown(log: _Log) -> Iterator[PromptTokens]:

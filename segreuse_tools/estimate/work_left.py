@@ -4,17 +4,20 @@ choice (`scheduling/planner.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from vllm_segreuse.cache.finder import ContentFinder
+from vllm_segreuse.cache.finder import ContentFinder, Finder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.options.request import PolicyOptions
-from vllm_segreuse.plan import BoolArray, ModelLayers, Pieces, Recipe, Segments
+from vllm_segreuse.plan import BoolArray, Counts, ModelLayers, Pieces, Recipe, Segments
+from vllm_segreuse.policies import Situation
 from vllm_segreuse.scheduling.methods import Method, Methods
 from vllm_segreuse.scheduling.planner import least_work
+
+_T = TypeVar("_T")
 
 NEVER_BY_CONTENT = "exact"
 """Without a second tier it finds what prefix caching finds."""
@@ -46,6 +49,62 @@ class Planned(NamedTuple):
     recipe: Recipe
 
 
+class _SharedPieces(Pieces):
+    """Pieces that several policies plan with: what each asks is worked out once."""
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> _SharedPieces:
+        return cls(**vars(pieces))
+
+    def reused(self, start: int, stop: int) -> BoolArray:
+        return self._once(("reused", start, stop), super().reused, start, stop)
+
+    def segments(self, start: int) -> Segments:
+        return self._once(("segments", start), super().segments, start)
+
+    def where(self, kept: BoolArray | np.ndarray) -> Pieces:
+        if kept is not self.in_context:
+            return super().where(kept)
+        return self._once("in context", lambda: self.of(super(_SharedPieces, self).where(kept)))
+
+    def _once(self, key: Hashable, make: Callable[..., _T], *given: int) -> _T:
+        known = vars(self).setdefault("_known", {})
+        if key not in known:
+            known[key] = make(*given)
+        return cast(_T, known[key])
+
+
+class _SharedMethods(Methods):
+    """Policies with the same other options that are asked of the same pieces, one after the
+    other."""
+
+    def __init__(self, block_size: int, layers: ModelLayers, by_content: Finder) -> None:
+        super().__init__(block_size, layers, by_content)
+        self._last: Situation | None = None
+        self._counts: dict[Recipe, Counts] = {}
+
+    def forget(self) -> None:
+        """Other pieces follow."""
+        self._last = None
+        self._counts.clear()
+
+    def counts(self, recipe: Recipe) -> Counts:
+        """Tokens of a recipe, by what is done with them."""
+        if recipe not in self._counts:
+            self._counts[recipe] = recipe.counts(recipe.top_k)
+        return self._counts[recipe]
+
+    def _situation(
+        self, options: PolicyOptions, reused: BoolArray, segments: Segments
+    ) -> Situation:
+        if self._last is None or self._last.reused is not reused:
+            self._last = super()._situation(options, reused, segments)
+        return self._last
+
+    def _work(self, recipe: Recipe) -> int:
+        return recipe.program.cost(self.counts(recipe), self.layers)
+
+
 class PolicyWork:
     """Policies that are compared.
 
@@ -62,9 +121,11 @@ class PolicyWork:
         self.layers = ModelLayers.of_full_attention(layers)
         self.min_reused_tokens = options.min_reused_tokens
         finder = ContentFinder(SegmentIndex(1, block_size), 0)  # is asked for nothing
-        methods = Methods(block_size, self.layers, finder)
+        self._shared = _SharedMethods(block_size, self.layers, finder)
         self.methods: dict[str, Method] = {
-            name: methods.method(options.model_copy(update={"policy": name}), None, is_text=True)
+            name: self._shared.method(
+                options.model_copy(update={"policy": name}), None, is_text=True
+            )
             for name in policies
         }
 
@@ -87,6 +148,8 @@ class PolicyWork:
             tokens: of the prompt.
         """
         first: Planned | None = None
+        self._shared.forget()
+        pieces = _SharedPieces.of(pieces)
         left: dict[str, Left] = {}
         for number, (name, method) in enumerate(self.methods.items()):
             kept, recipe = least_work(method.make_recipe, method.work, pieces, start, stop)
@@ -110,6 +173,7 @@ class PolicyWork:
         if num_reused < self.min_reused_tokens:
             return self.nothing(tokens)
         left = {}
+        self._shared.forget()
         for name, method in self.methods.items():
             recipe = method.make_recipe(reused, segments)
             left[name] = (
@@ -120,7 +184,7 @@ class PolicyWork:
         return left
 
     def _left(self, recipe: Recipe, reused: int, behind: int) -> Left:
-        counts = recipe.counts(recipe.top_k)
+        counts = self._shared.counts(recipe)
         computed = recipe.program.cost(counts, self.layers) / self.layers.count + behind
         new = len(recipe.fates) - reused
         return Left(computed, reused, max(0, counts.always + counts.chosen - new))

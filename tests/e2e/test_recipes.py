@@ -15,7 +15,9 @@ import pytest
 
 from bench.shapes import make_model
 from examples import workload
+from segreuse_tools.commands import estimate
 from tests.e2e.server import Server
+from tests.estimate.test_traces import ragpulse, write_ragpulse
 
 pytestmark = pytest.mark.slow(
     "other clients send the requests", instead="e2e/test_http_api serve/test_recipes"
@@ -104,6 +106,33 @@ def test_vllm_bench_serve(server: Server, model: Path, prompts: Path, tmp_path: 
     assert (measured["completed"], measured["failed"]) == (REQUESTS, 0)
     assert measured["mean_ttft_ms"] > 0
     assert_most_is_reused(server, before)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pandas") is None, reason="vllm bench serve needs pandas"
+)
+def test_vllm_bench_serve_of_a_trace(server: Server, model: Path, tmp_path: Path) -> None:
+    """As many questions about the same four passages, sent ten times a second."""
+    passages = [[number % 4, (number + 1) % 4, (number + 2) % 4] for number in range(REQUESTS)]
+    lines = [ragpulse(number / 10, ids, number) for number, ids in enumerate(passages)]
+    trace, file = write_ragpulse(tmp_path, lines, tokens=480), tmp_path / "written.jsonl"
+    assert estimate.main([str(trace), "--policy", "shift", "--write", str(file)]) == 0
+    before = reused(server)
+    result = tmp_path / "result.json"
+    run(
+        [
+            *(sys.executable, "-c", vllm_bench(), "--base-url", server.url, "--model", "m"),
+            *("--tokenizer", str(model), "--dataset-name", "timed_trace"),
+            *("--dataset-path", str(file), "--timed-trace-sec-multiplier", "0.001"),
+            *("--num-prompts", str(REQUESTS), "--extra-body", '{"extra_keys": ["timed-trace"]}'),
+            *("--save-result", "--result-filename", str(result)),
+        ],
+        tmp_path,
+    )
+    measured: dict[str, Any] = json.loads(result.read_text())
+    assert (measured["completed"], measured["failed"]) == (REQUESTS, 0)
+    counted = {kind: value - before[kind] for kind, value in reused(server).items()}
+    assert counted["reused"] > 0.3 * sum(counted[kind] for kind in ("prefix", "reused", "new"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("guidellm") is None, reason="guidellm is not there")

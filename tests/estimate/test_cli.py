@@ -52,6 +52,16 @@ def rows(run: Any) -> Any:
     return running
 
 
+def test_a_slice_of_the_log_is_replayed(rows: Any, run: Any) -> None:
+    whole, _ = rows(logs.bodies(6), *KEYS, "--policy", "shift")
+    first, _ = rows(logs.bodies(6), *KEYS, "--policy", "shift", "--requests", "4")
+    last, by_policy = rows(logs.bodies(6), *KEYS, "--policy", "shift", "--start", "5")
+    assert [it["requests"] for it in (whole, first, last)] == [6, 4, 1]
+    assert by_policy["shift"]["reused_tokens"] == 0, "nothing was computed before"
+    status, _, err = run(logs.bodies(6), *KEYS, "--start", "6")
+    assert (status, "has no request behind the first 6" in err) == (2, True)
+
+
 def test_the_table_has_prefix_caching_and_every_policy(run: Any) -> None:
     status, out, _ = run(logs.bodies(12), *KEYS)
     assert status == 0

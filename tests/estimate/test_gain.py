@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,13 @@ from segreuse_tools.estimate.gain import PREFIX, GainSetting, Simulation, SizeRo
 from segreuse_tools.estimate.prompts import PromptTokens, Router
 from segreuse_tools.estimate.traces.request import Kind, PromptPart, tokens_of
 from segreuse_tools.estimate.work_left import PolicyWork
+from vllm_segreuse.cache.finder import ContentFinder
+from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.options.request import PolicyOptions
+from vllm_segreuse.plan import ModelLayers, Pieces
+from vllm_segreuse.policies import POLICIES
+from vllm_segreuse.scheduling.methods import Methods
+from vllm_segreuse.scheduling.planner import least_work
 
 SYSTEM = PromptPart(1000, 48, Kind.SYSTEM)
 
@@ -125,8 +132,46 @@ def test_what_is_queued_is_bounded() -> None:
     assert len(pool._freed) < 2000
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_name_goes_with_the_block_that_has_it(order: tuple[int, int]) -> None:
+    pool = BlockPool(4)
+    pool.take(4)
+    pool.name([0, 2], [10, 12])
+    pool.name([1, 3], [10, 12])
+    assert pool.find([10]) == [0], "the first one keeps it"
+    pool.free([3])
+    assert pool.take(1).tolist() == [3]
+    assert pool.find([12]) == [2], "the other block of that name has gone"
+    pool.free([*order])
+    assert pool.take(2).tolist() == [*order]
+    assert pool.find([10]) == []
+
+
 def cached(num_blocks: int, policies: tuple[str, ...] = ("shift",)) -> BlockCache:
     return BlockCache(num_blocks, 16, PolicyWork(policies, 16, 32, PolicyOptions()), max_depth=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute_ratio": 0.5}, {"recompute_ratio": 1.0}])
+def test_policies_that_are_compared_leave_what_each_leaves_alone(options: Any) -> None:
+    names = tuple(name for name in POLICIES if name != "exact")
+    chosen = PolicyOptions(**options)
+    work, layers = PolicyWork(names, 16, 32, chosen), ModelLayers.of_full_attention(32)
+    methods = Methods(16, layers, ContentFinder(SegmentIndex(1, 16), 0))
+    for in_context in ([0, 0, 0], [1, 1, 0], [0, 1, 0], [1, 1, 1]):
+        pieces = Pieces.from_table(
+            [(0, 96, 3, 0, 0), (96, 80, 7, 0, 400), (300, 160, 9, 4, 20)], begins=True
+        )
+        pieces = replace(pieces, in_context=np.array(in_context, np.bool_))
+        _, left = work.plans(pieces, 0, 499, 500)
+        for name in names:
+            method = methods.method(chosen.model_copy(update={"policy": name}), None, is_text=True)
+            kept, recipe = least_work(method.make_recipe, method.work, pieces, 0, 499)
+            if recipe is None:
+                assert left[name] == (500, 0, 0)
+                continue
+            counts = recipe.counts(recipe.top_k)
+            assert left[name].reused == kept.num_tokens
+            assert left[name].computed == recipe.program.cost(counts, layers) / 32 + 1
 
 
 def sent(*parts: PromptPart, answer: int = 0, namespace: int | None = 0) -> Sent:

@@ -77,6 +77,56 @@ def test_the_table_and_json_say_the_same(trace: Path, run: Any) -> None:
         assert cells[0] == [f"{row[field]:.1%}" for row in found["sizes"]]
 
 
+def test_a_slice_begins_with_empty_caches(trace: Path, run: Any) -> None:
+    options = ("--json", "--policy", "shift", "--cache-tokens", "unlimited")
+    whole = json.loads(run(trace, *options)[1])
+    first = json.loads(run(trace, *options, "--requests", "10")[1])
+    one = json.loads(run(trace, *options, "--start", "29")[1])
+    assert [it["requests"] for it in (whole, first, one)] == [30, 10, 1]
+    assert one["sizes"][0]["prefix_share"] == 0 < first["sizes"][0]["prefix_share"]
+    status, out, err = run(trace, *options, "--start", "30")
+    assert (status, out) == (2, "")
+    assert "holds nothing behind the first 30 requests that can be replayed" in err
+
+
+def test_what_is_written_gains_what_the_trace_does(tmp_path: Path, run: Any) -> None:
+    rng = random.Random(1)
+    lines = [ragpulse(5 + number / 4, rng.sample(range(9), 2), number) for number in range(20)]
+    trace, file = write_ragpulse(tmp_path, lines, tokens=160), tmp_path / "written" / "ids.jsonl"
+    options = ("--json", "--policy", "shift", "--cache-tokens", "2K,unlimited")
+    status, _, err = run(trace, *options, "--write", str(file))
+    assert (status, f"cannot write {file}" in err) == (2, True)
+    file.parent.mkdir()
+    status, out, _ = run(trace, *options, "--write", str(file), "--start", "4")
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (status, len(written)) == (0, 16)
+    assert [line["timestamp"] for line in written[:3]] == [0, 250, 500], "milliseconds"
+    assert {line["input_length"] for line in written} == {16 * (2 + 20 + 1)}
+    assert all(16 * len(line["hash_ids"]) == line["input_length"] for line in written)
+    assert max(id for line in written for id in line["hash_ids"]) < 1 << 53
+    found, again = json.loads(out), json.loads(run(file, *options)[1])
+    for one, other in zip(found["sizes"], again["sizes"], strict=True):
+        assert one["prefix_share"] == pytest.approx(other["prefix_share"], abs=0.02)
+        assert one["any_position_share"] == pytest.approx(other["any_position_share"], abs=0.02)
+    status, *_ = run(trace, *options, "--write", str(file), "--write-block-size", "1")
+    lengths = [json.loads(line)["input_length"] for line in file.read_text().splitlines()]
+    assert (status, sum(lengths)) == (0, json.loads(run(trace, *options)[1])["prompt_tokens"])
+
+
+def test_conversations_are_written_one_behind_the_other(tmp_path: Path, run: Any) -> None:
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    for name in ("a", "b"):
+        turns = [turn(3 + 10 * n, 64 * (n + 1), [*range(n + 1)]) for n in range(2)]
+        write_weka(traces / f"{name}.json", *turns)
+    file = tmp_path / "ids.jsonl"
+    assert run(traces, "--policy", "shift", "--write", str(file))[0] == 0
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["timestamp"] for line in written] == [0, 10_000, 10_000, 20_000]
+    assert written[1]["hash_ids"][:4] == written[0]["hash_ids"]
+    assert not {*written[3]["hash_ids"]} & {*written[1]["hash_ids"]}
+
+
 def test_lines_that_are_left_out_or_sorted_are_said(tmp_path: Path, run: Any) -> None:
     lines = [MOONCAKE | {"timestamp": time} for time in (4, 5, 2)]
     file = logs.write(tmp_path / "t.jsonl", [*lines, {"prompt": "a"}])
@@ -151,6 +201,7 @@ def test_times_come_from_a_data_sheet_or_a_measurement(
         (["--policy", "exact"], "policy exact finds what prefix caching finds"),
         (["--attention-pairs-per-second", "9"], "needs --prefill-tokens-per-second"),
         (["--speed", "none.json"], "cannot read none.json"),
+        (["--write-block-size", "9"], "--write-block-size needs --write FILE.jsonl"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -187,6 +238,8 @@ def test_texts_with_an_engine_have_its_options(tmp_path: Path, run: Any) -> None
     file = logs.write(tmp_path / "log.jsonl", logs.bodies(3))
     status, _, err = run(file, "--model", str(LAB), "--cache-tokens", "1M")
     assert (status, "--cache-tokens is for traces of ids, or --without-engine" in err) == (2, True)
+    status, _, err = run(file, "--without-engine", "--write", "ids.jsonl")
+    assert (status, "--write is for traces of ids" in err) == (2, True)
     for options in ([], ["--without-engine"]):
         status, _, err = run(file, *options)
         assert (status, "has texts: name the model that reads them (--model)" in err) == (2, True)

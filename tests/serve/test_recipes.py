@@ -10,9 +10,12 @@ import yaml
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from bench.shapes import make_model
+from segreuse_tools.commands import estimate
 from segreuse_tools.knowledge.client import TOKEN_ENV
 from segreuse_tools.routing import HEADER
 from segreuse_tools.server_arguments import server_parser
+from tests.estimate.test_traces import ragpulse, write_ragpulse
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import check_config, names_connector, resolve_flags
 from vllm_segreuse.plugin import register
@@ -34,6 +37,31 @@ def by_name(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def test_a_recipe_says_what_was_run(file: Path) -> None:
     head = file.read_text().partition("\n\n")[0]
     assert re.search(r"^# (Run:|Not run:|Not installed)", head, re.MULTILINE)
+
+
+# Traces.
+
+
+def test_timed_trace_makes_equal_text_of_equal_components(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+    from vllm.benchmarks.datasets.datasets import TimedTrace
+
+    lines = [ragpulse(number, ids, number) for number, ids in enumerate([[0, 1], [1, 2]])]
+    trace, file = write_ragpulse(tmp_path, lines, tokens=160), tmp_path / "written.jsonl"
+    assert estimate.main([str(trace), "--policy", "shift", "--write", str(file)]) == 0
+    labels = ("timestamp", "input_length", "output_length", "hash_ids")
+    options = {f"timed_trace_label_{name}": name for name in labels}
+    dataset = TimedTrace(
+        dataset_path=str(file), random_seed=0, timed_trace_sec_multiplier=0.001, **options
+    )
+    first, second = dataset.sample(AutoTokenizer.from_pretrained(make_model("llama")), 2)
+    assert [it.timestamp for it in (first, second)] == [0, 1]
+    # The system's 40 tokens are 32 here: three blocks are rounded to the even number.
+    system, passage = 32, 160
+    assert first.prompt[:system] == second.prompt[:system]
+    shared = first.prompt[system + passage : system + 2 * passage]
+    assert shared == second.prompt[system : system + passage]
+    assert first.prompt_len == len(first.prompt) == system + 2 * passage + 16
 
 
 # production-stack.

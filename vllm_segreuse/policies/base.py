@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class Situation:
         probes[: int(before[-1]) + 1 if len(before) else 0] = False
         return probes
 
-    @property
+    @cached_property
     def spared(self) -> BoolArray:
         """Reused tokens whose context is the one that they were computed in: a policy has no reason
         to choose them. None, if all reused tokens are to be computed."""
@@ -79,7 +80,7 @@ class Situation:
             spared[first : first + length] = True
         return spared
 
-    @property
+    @cached_property
     def lengths(self) -> IntArray:
         """Tokens of each segment, int32 `[segments]`: up to the next one, or to a new token."""
         if not len(self.segments.first):

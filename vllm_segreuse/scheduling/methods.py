@@ -81,19 +81,22 @@ class Methods:
     ) -> Recipe | None:
         """What a policy computes of what was found. None: that is no less work than to compute
         everything, where `work` counts it."""
-        recipe = POLICIES[options.policy](
-            Situation(
-                reused=reused,
-                segments=segments,
-                block_size=self._block_size,
-                num_layers=self.layers.count,
-                recompute_ratio=options.recompute_ratio,
-                dense_layers=options.dense_layers,
-                overflow_tokens=options.overflow_tokens,
-            )
-        )
+        recipe = POLICIES[options.policy](self._situation(options, reused, segments))
         everything = len(reused) * self.layers.count
         return None if work is not None and work(recipe) >= everything else recipe
+
+    def _situation(
+        self, options: PolicyOptions, reused: BoolArray, segments: Segments
+    ) -> Situation:
+        return Situation(
+            reused=reused,
+            segments=segments,
+            block_size=self._block_size,
+            num_layers=self.layers.count,
+            recompute_ratio=options.recompute_ratio,
+            dense_layers=options.dense_layers,
+            overflow_tokens=options.overflow_tokens,
+        )
 
     def work_of(self, options: PolicyOptions) -> Callable[[Recipe], int] | None:
         """What counts the work of a recipe. None: a share that is given is taken as it is."""

@@ -5,6 +5,7 @@
     lines        the lines of a log, compressed or not, and how much of it has been read
     formats      what a line of each format means
     reading      a trace, told apart by its content, one request after the other
+    writing      requests as hash ids, for load generators
 
 Imports neither torch nor vLLM. `bench` replays the same requests through an engine.
 """

@@ -80,8 +80,17 @@ def tokens_of(parts: tuple[PromptPart, ...]) -> IntArray:
     ids = np.fromiter((part.id for part in parts), np.uint64, len(parts))
     first = np.cumsum(lengths) - lengths
     within = np.arange(lengths.sum(), dtype=np.uint64) - np.repeat(first, lengths).astype(np.uint64)
-    mixed = _mix(np.repeat(_mix(ids * _GOLDEN), lengths) + within * _GOLDEN)
-    return (mixed >> _TOKEN_BITS).astype(np.int32)
+    return (mixed_ids(np.repeat(ids, lengths), within) >> _TOKEN_BITS).astype(np.int32)
+
+
+def mixed_ids(ids: np.ndarray, within: np.ndarray) -> np.ndarray:
+    """A number of 64 bits for each place in each part.
+
+    Args:
+        ids: uint64 `[n]`, of the parts.
+        within: uint64 `[n]`, the places in them.
+    """
+    return _mix(_mix(ids * _GOLDEN) + within * _GOLDEN)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
