@@ -248,7 +248,7 @@ def over_several_steps(before: Who, after: Who) -> int:
     is_spread = not before.image and not before.lora
     cache = Cache(spread_tokens=1)
     cache.ask(before, DOCUMENT)
-    prompt = [7, *DOCUMENT, 8, 9, 10, *NEW_TEXT]
+    prompt = [6, 7, *DOCUMENT, 9, 10, *NEW_TEXT]
     cache.ask(before, prompt)
     assert cache.spread == is_spread
     found = cache.ask(after, [*prompt, 11])

@@ -258,7 +258,7 @@ def test_plans_of_prompts_with_images_are_done_at_once() -> None:
     world = pictured(spread_tokens=0)
     world.tables["another"] = [1]
     request = world.arrive(NEW, FRONT, A, BEHIND, [1])
-    assert world.side.match(request, 0) == (37, False)
+    assert world.side.match(request, 0) == (35, False)
 
 
 class TieredPictures(Tiered):

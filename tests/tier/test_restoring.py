@@ -271,7 +271,7 @@ def test_segments_behind_it_are_in_the_same_plan(world: Restoring) -> None:
     admitted = world.admit([*DOCUMENT, 8, *later, 9])
     plan = admitted.plan
     assert plan is not None
-    assert (plan.begin, plan.start, plan.stop) == (0, 32, 65)
+    assert (plan.begin, plan.start, plan.stop) == (0, 32, 64)
     assert plan.num_restored == 32
     assert plan.num_reused > 20
     assert (plan.copied.source == Tier.HOST).all()
