@@ -139,30 +139,33 @@ def _opened(given: argparse.Namespace, found: Format | None) -> _Log:
 
 
 def _simulated(given: argparse.Namespace, setting: GainSetting, log: _Log) -> Gain:
-    from segreuse_tools.estimate.gain import Gain, Simulation
+    from segreuse_tools.estimate.gain import Gain
+    from segreuse_tools.estimate.side_by_side import SideBySide
 
-    simulation = Simulation(setting)
     which = chosen(given)
     prompts = itertools.islice(_shown(log), which.start, which.stop)
-    for prompt in _written(given, prompts):
-        simulation.run(prompt)
-    if not simulation.requests:
-        behind = f" behind the first {given.start:,} requests" if given.start else ""
-        whys = "; ".join(map(str, log.left_out.reasons)) or "no line"
-        raise LogError(f"{given.requests} holds nothing{behind} that can be replayed: {whys}")
-    return Gain(
-        format=log.format,
-        requests=simulation.requests,
-        prompt_tokens=simulation.prompt_tokens,
-        median_tokens=round(simulation.lengths.quantile(0.5)),
-        left_out=log.left_out.reasons,
-        out_of_order=log.out_of_order.reasons,
-        block_size=setting.block_size,
-        engines=setting.engines,
-        router=setting.router,
-        tier_tokens=setting.tier_tokens,
-        sizes=tuple(simulation.rows()),
-    )
+    with SideBySide(setting) as sizes:
+        for prompt in _written(given, prompts):
+            sizes.run(prompt)
+        sizes.finish()
+        counted = sizes.own
+        if not counted.requests:
+            behind = f" behind the first {given.start:,} requests" if given.start else ""
+            whys = "; ".join(map(str, log.left_out.reasons)) or "no line"
+            raise LogError(f"{given.requests} holds nothing{behind} that can be replayed: {whys}")
+        return Gain(
+            format=log.format,
+            requests=counted.requests,
+            prompt_tokens=counted.prompt_tokens,
+            median_tokens=round(counted.lengths.quantile(0.5)),
+            left_out=log.left_out.reasons,
+            out_of_order=log.out_of_order.reasons,
+            block_size=setting.block_size,
+            engines=setting.engines,
+            router=setting.router,
+            tier_tokens=setting.tier_tokens,
+            sizes=tuple(sizes.rows()),
+        )
 
 
 def _written(given: argparse.Namespace, prompts: Iterator[PromptTokens]) -> Iterator[PromptTokens]:
