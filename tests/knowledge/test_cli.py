@@ -301,6 +301,7 @@ def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
         (["rm", "py"], 2, "needs --yes"),
         (["lss"], 2, "invalid choice: 'lss'"),
         (["add", "py", "x.md", "--keep", "nan"], 2, "nan is not between 0 and 1"),
+        (["add", "py", "x.md", "--keep", "0"], 2, "--keep must be above 0 and at most 1"),
         (["add", "py", "x.md", "--max-seconds", "inf"], 2, "max-seconds"),
         (["add", "py", "x.md", "--max-bytes", "99999999999999999999"], 2, "max-bytes"),
     ],

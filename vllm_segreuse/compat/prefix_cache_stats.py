@@ -2,7 +2,7 @@
 """`vllm.v1.metrics.stats.PrefixCacheStats`: what was really not computed counts as a hit.
 
 The scheduler (`v1/core/sched/scheduler.py`) records every token a connector supplies as a hit. Ours
-supplies all but the last token and computes some of them itself; how many were saved it reports
+supplies most tokens of a prompt and computes some of them itself; how many were saved it reports
 through `get_external_cache_hit_sources`, whose sum is meant to be the number of hits.
 
 Obsolete when the scheduler counts the sum of `get_external_cache_hit_sources`. None filed that we
