@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An agent that edits its own context, with the `openai` client and a tool loop.
 
-    python -m examples.agents.editing --keep 2
+    python -m examples.agents.editing --keep 4
 
 It looks articles up, a search each. When a search is older than the last `--keep`, its result
 becomes one line, as agents do that run out of context. Each turn prints where the KV of its prompt
@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description="An agent that drops its oldest results.")
     options.add_argument("--url", default="http://localhost:8000", help="root of the server")
     options.add_argument("--key", default="agents", help="whose KV is shared: the extra key")
-    options.add_argument("--keep", type=int, default=2, help="results that stay (%(default)s)")
+    options.add_argument("--keep", type=int, default=4, help="results that stay (%(default)s)")
     args = options.parse_args(argv)
     try:
         client = openai.OpenAI(base_url=f"{args.url}/v1", api_key="none")
         model = client.models.list().data[0].id
-        turns = conversation([*CATALOGUE], Tools(CATALOGUE))
+        turns = conversation([*CATALOGUE] * 2, Tools(CATALOGUE, results=4))
         for number, messages in enumerate(turns, 1):
             answer = client.chat.completions.create(
                 model=model,

@@ -148,14 +148,14 @@ def test_the_editing_agent_cuts_what_is_old_and_nothing_else(
     url, bodies = asked
     assert editing.main(["--url", url, "--keep", "2"]) == 0
     assert all(body["extra_keys"] == ["agents"] for body in bodies)
-    assert len(bodies) == len(CATALOGUE) == 4
+    assert len(bodies) == 2 * len(CATALOGUE) == 8
     for number, body in enumerate(bodies, 1):
         results = [it["content"] for it in body["messages"] if it["role"] == "tool"]
         assert [it == editing.REMOVED for it in results] == [i < number - 2 for i in range(number)]
-    last, before = bodies[3]["messages"], bodies[2]["messages"]
+    last, before = bodies[7]["messages"], bodies[6]["messages"]
     same = [one == other for one, other in zip(last, before, strict=False)]
     assert same.count(False) == 1, "one result was cut"
-    assert capsys.readouterr().out.count("prefix 7, reused 7") == 4
+    assert capsys.readouterr().out.count("prefix 7, reused 7") == 8
 
 
 @pytest.mark.parametrize("agent", [run, editing])
