@@ -178,7 +178,9 @@ def test_segments_above_the_bound_are_computed_and_others_are_not(
         ask(reusing, before)
         answers.append(ask_few(reusing, prompt, policy))
     untested, measured = answers
-    assert measured.logprobs == untested.logprobs, "to measure changes nothing"
+    # To measure changes nothing; but the pass computes the end of the prompt where it tests, and
+    # vLLM's forward elsewhere, which round otherwise.
+    assert_same(measured, untested, noise=1e-5)
     assert untested.report["accepted_segments"] == 0
     assert "rejected" not in similar_stretches(untested)[0]
     drifts = [it["boundary_drift"] for it in similar_stretches(measured)]
