@@ -76,7 +76,7 @@ class SideBySide:
             self.own = Simulation(mine)
             self._others = [_Other(part) for part in rest]
         if len(self._waiting) >= TOGETHER:
-            self._send()
+            self.finish()
 
     def rows(self) -> Iterator[SizeRow]:
         """What all sizes come to, in their order.
@@ -94,9 +94,6 @@ class SideBySide:
         Raises:
             LogError: one of the processes has ended.
         """
-        self._send()
-
-    def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
         for other in self._others:
             other.run(waiting)

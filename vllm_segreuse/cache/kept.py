@@ -43,7 +43,8 @@ def kept_context(
     slots = 2
     while slots < 2 * entries.size:
         slots *= 2
-    taken = np.full((slots, 2), -1, np.int32)
+    taken = np.zeros((slots, 2), np.int32)
+    taken[:, ENTRY] = -1
     kept = np.zeros(entries.size, np.int32)
     for i in range(entries.size):
         if not starts[i]:
@@ -54,14 +55,12 @@ def kept_context(
             found = begin * size
             for k in range(begin, chain.size):
                 before = size if k < chain.size - 1 else position[i] % size
-                slot = _slot(taken, chain[k])
-                if taken[slot, ENTRY] >= 0:
-                    found += min(before, taken[slot, TAKEN])
+                found += min(before, taken[_slot(taken, chain[k]), TAKEN])
             kept[i] = min(found, position[i], destination[i])
         if entries[i] >= 0:
             slot = _slot(taken, entries[i])
-            so_far = taken[slot, TAKEN] if taken[slot, ENTRY] >= 0 else 0
-            taken[slot, ENTRY], taken[slot, TAKEN] = entries[i], so_far + length[i]
+            taken[slot, ENTRY] = entries[i]
+            taken[slot, TAKEN] += length[i]
     return kept
 
 
