@@ -16,7 +16,6 @@ from tests.test_isolated_requests import PROMPT as WITH_DOCUMENT
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SIZE, World
 from tests.test_scheduler_images import BEHIND, FRONT, A, Pictured
 from tests.tier.fakes import Region
-from vllm_segreuse.features.conversations.conversations import ContinuingFinder
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
 from vllm_segreuse.options.parsing import FREEZE, SCORE
 from vllm_segreuse.plan import FreezeOrder, ScoreOrder
@@ -35,7 +34,7 @@ def arrived(world: World, tokens: list[int], options: Any = OPTIONS, **fields: A
 
 def continues(tracked: TrackedRequest) -> bool:
     """Whether it takes what an earlier turn has moved."""
-    return isinstance(tracked.method.finder, ContinuingFinder)
+    return tracked.method.left_behind is not None
 
 
 def test_documents_of_a_trained_model_and_a_bypass_end_the_request() -> None:
@@ -93,6 +92,22 @@ def test_a_namespace_that_has_drifted_takes_no_earlier_turn(
     tracked = arrived(world, PROMPT, ONCE)
     assert not continues(tracked)
     assert (tracked.bypass == "fallback") is (fallback == "bypass")
+
+
+def test_what_the_tier_has_of_the_exact_prefix_goes_before_an_earlier_turn() -> None:
+    world = World(region=Region(64), min_reused_tokens=SIZE, **TIER)
+    turn = [7, *DOCUMENT, *range(8, 19)]
+    world.run(world.add(DOCUMENT, ONCE))
+    world.run(world.add(turn, ONCE | {"segreuse_policy": "shift"}))
+    world.run(world.add([*turn, 1, 2], ONCE))
+    assert world.taken == len(turn)
+    exact = world.add(turn, ONCE | {"segreuse_recompute_ratio": 1.0})
+    parts_of(world.side).planner.remove(exact.request_id)
+    world.pool.cache_full_blocks(exact, world.pool.get_new_blocks(1), 0, 1, SIZE, 0)
+    world.side.take_step(True)
+    again = world.add([*turn, 1, 2], ONCE)
+    assert not world.pool.left_behind(again.request_id, 0, len(turn))
+    assert world.pool.left_behind(again.request_id, SIZE, len(turn)), "behind it, there is more"
 
 
 def test_a_documents_context_does_not_donate() -> None:
@@ -171,6 +186,7 @@ SAME = OPTIONS | {"segreuse_context": "same"}
 def test_nothing_that_an_earlier_turn_has_moved_is_reused_in_the_same_context_only() -> None:
     world = World()
     mine = arrived(world, PROMPT, ONCE | SAME)
+    assert not continues(mine)
     assert isinstance(mine.method.finder, SameContextFinder)
     assert not isinstance(arrived(world, PROMPT, ONCE).method.finder, SameContextFinder)
     exact = arrived(world, PROMPT, SAME | {"segreuse_policy": "exact"})

@@ -96,6 +96,7 @@ class World:
         self.ends_with: RequestStatus | None = None
         self.answer: dict[str, Any] | None = None
         self.plans: list[ReusePlan] = []  # of the last step that was run
+        self.taken = 0  # tokens of an earlier turn's blocks, by the last request that was run
         self.audit_orders: AuditOrders | None = None  # likewise
 
     def add(self, tokens: list[int], options: Any = OPTIONS, **fields: Any) -> Request:
@@ -123,10 +124,13 @@ class World:
 
     def run(self, request: Request) -> int | None:
         """What vLLM does with a request: ask, allocate, name the full blocks, end the step."""
-        supplied = self.match(request, 0)
+        taken = self.pool.left_behind(request.request_id, 0, request.num_tokens - 1)
+        self.taken = len(taken) * SIZE
+        supplied = self.match(request, self.taken)
         full = request.num_tokens // SIZE
-        blocks = self.pool.get_new_blocks(full + 1)
-        self.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
+        self.pool.touch(taken)
+        blocks = [*taken, *self.pool.get_new_blocks(full + 1 - len(taken))]
+        self.pool.cache_full_blocks(request, blocks, len(taken), full, SIZE, 0)
         self.side.allocated(request, [b.block_id for b in blocks])
         step = self.side.take_step(True)
         self.plans, self.audit_orders = step.plans, step.messages.get("audit")

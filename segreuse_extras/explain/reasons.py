@@ -61,6 +61,20 @@ def explain(
     return [*found, _stretch(last, 1, "new", reason="last_token")]
 
 
+def with_left_behind(stretches: Sequence[Stretch], start: int) -> list[Stretch]:
+    """The same stretches; what is taken of an earlier turn is a segment of its own, and no part of
+    the prefix.
+
+    Args:
+        stretches: of a prompt, a prefix first.
+        start: where the exact prefix ends.
+    """
+    first, *others = stretches
+    prefix = [_stretch(0, start, "prefix")] if start else []
+    more = {"position": start, "in_context": True, "recomputed": []}
+    return [*prefix, _stretch(start, first["tokens"] - start, "segment", **more), *others]
+
+
 def unexplored(start: int, num_tokens: int, reason: str) -> list[Stretch]:
     """The same of a prompt in which nothing was searched for.
 

@@ -17,6 +17,7 @@ from segreuse_extras.explain.reasons import (
     explain,
     unexplored,
     with_acceptance,
+    with_left_behind,
     with_recomputed,
 )
 from vllm_segreuse.cache.forgotten import Forgotten
@@ -96,12 +97,16 @@ class Explaining(Feature):
 
     def allocated(self, admitted: Admitted) -> None:
         """Explain what was not searched for."""
-        found, report = self._explained.get(admitted.request.request_id), admitted.report
+        found, tracked = self._explained.get(admitted.request.request_id), admitted.tracked
         if found is None or not admitted.is_first:
             return
-        if report.bypass_reason not in SEARCHED or found.stretches is None:
-            reason = report.bypass_reason or "no_match"
-            found.stretches = unexplored(report.prefix_tokens, admitted.tracked.num_tokens, reason)
+        left = tracked.left_behind
+        reason = tracked.decision.reason if tracked.plan is None else None
+        if reason not in SEARCHED or found.stretches is None:
+            start = tracked.decision.start
+            found.stretches = unexplored(start, tracked.num_tokens, reason or "no_match")
+        if left is not None:
+            found.stretches = with_left_behind(found.stretches, left.start)
 
     def carried_out(self, request_id: str, plan: ReusePlan, outcome: PlanOutcome) -> None:
         """Which of its tokens were computed is known now."""
@@ -134,6 +139,8 @@ class Explaining(Feature):
             pieces = plan.copied
         elif decision.reason in SEARCHED and decision.found is not None:
             pieces = decision.found.pieces
+            if tracked.left_behind is not None:  # the request reuses that, and nothing of these
+                pieces = pieces.where(np.zeros(len(pieces), np.bool_))
         else:
             return None
         if decision.found is not None:

@@ -309,6 +309,10 @@ def test_what_a_request_takes_of_the_free_blocks(managed: Managed) -> None:
     assert state(request, hit, hit + 5, 0).blocks_needed == 2 + 4
     managed.pool.touch(blocks[:3])
     assert state(request, hit, hit + 4, 0).blocks_needed == 1 + 1
+    left = ids(managed.computed([*range(50, 50 + 2 * SIZE)]))
+    found = state(request, hit + 2 * SIZE, hit + 3 * SIZE, 0, left)
+    assert found.blocks_needed == 1 + 1 + 2
+    assert found.idle == {*ids(blocks[3:]), *left}, "what an earlier turn has left counts, too"
 
 
 def test_pinned_blocks_are_held_once_more(managed: Managed) -> None:
@@ -544,7 +548,7 @@ def test_without_a_second_tier_allocations_do_not_look_at_what_they_evict(
     managed.pool.listen(Listener())
     if keeps:
         managed.pool.attach(
-            ExactNames(parts_of(managed.side).core.requests),
+            ExactNames(parts_of(managed.side).core.requests, managed.planner, SIZE),
             managed.planner.budget,
             managed.pool.make_room,
             [Listener()],

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's allocation gets frozen blocks before a request has to wait: enough, and no more."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
 
-from tests.compat.managed import LIMIT, SIZE, Managed, manager_of, plan_of
+from tests.compat.managed import LIMIT, OPTIONS, SIZE, Managed, manager_of, plan_of
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.compat.kv_cache_manager import has_running_requests
+from vllm_segreuse.scheduling.tracked import LeftBehind
 
 
 @pytest.fixture
@@ -130,6 +132,40 @@ def test_a_prefix_needs_no_block_if_somebody_holds_it(shared: bool) -> None:
     given = managed.manager.allocate_slots(request, 5 * SIZE, hit, found)
     assert given is not None
     assert managed.warm == {"new"}
+
+
+def test_a_prefix_hit_goes_on_with_what_an_earlier_turn_has_left() -> None:
+    managed = Managed()
+    prefix = [*range(100, 100 + 2 * SIZE)]
+    exact, left = managed.computed(prefix), managed.computed([*range(5 * SIZE)])[2:]
+    request = managed.request([*prefix, *range(4 * SIZE)])
+    asked = []
+
+    def found(prompt: Any, start: int, stop: int) -> LeftBehind:
+        asked.append((start, stop))
+        return LeftBehind(start, start + 3 * SIZE, [block.block_id for block in left], 0)
+
+    tracked = managed.tracked(request)
+    tracked.method = replace(tracked.method, left_behind=found)
+    blocks, hit, _ = managed.manager.get_computed_blocks(request)
+    assert hit == 5 * SIZE
+    assert blocks.blocks == ([*exact, *left],)
+    assert asked == [(2 * SIZE, 6 * SIZE - 1)], "all but the last token"
+    assert managed.manager.allocate_slots(request, SIZE, hit, blocks) is not None
+    assert [block.ref_cnt for block in left] == [1, 1, 1]
+    assert managed.pool.resident_blocks(request, 0, 6).tolist() == [
+        *(block.block_id for block in exact),
+        *(-1, -1, -1, -1),
+    ], "none of them has an exact name, nor what is computed behind"
+
+
+def test_without_an_earlier_turn_a_prefix_hit_is_vllms_own() -> None:
+    managed = Managed()
+    exact = managed.computed([*range(100, 100 + 2 * SIZE)])
+    for options in (None, OPTIONS):
+        request = managed.request([*range(100, 100 + 3 * SIZE)], options)
+        blocks, hit, _ = managed.manager.get_computed_blocks(request)
+        assert (blocks.blocks, hit) == ((exact,), 2 * SIZE)
 
 
 def test_what_vllm_keeps_free_for_those_who_run_is_kept() -> None:

@@ -28,11 +28,12 @@ _silence = _Silence()
 SITES = (
     *("add", "search", "match", "recipe", "prefix", "pin"),
     *("insert", "listed", "missing", "count", "release"),
-    *("see", "store", "stored", "load"),
+    *("see", "store", "stored", "load", "left"),
 )
 """Places in the scheduler's half: within `add`, `match`, `_account` and `finished`, and where
-blocks are named. "search" and "listed" are those of similar segments; the last four those of the
-second tier: blocks are evicted, rows are reserved, they are written, plans read them."""
+blocks are named. "search" and "listed" are those of similar segments; the next four those of the
+second tier: blocks are evicted, rows are reserved, they are written, plans read them. "left": the
+search for what an earlier turn has left."""
 
 OTHERS = ("allocation", "planned", "pass")
 """An allocation is refused, or that of a request with a plan; the worker's pass fails."""
@@ -65,6 +66,7 @@ class Faults:
             self._wrap(parts_of(side).tier.manager, "prepare_store", "store", before=False)
             self._wrap(parts_of(side).tier.manager, "complete_store", "stored")
             self._wrap(parts_of(side).tier.manager, "prepare_load", "load")
+        self._wrap(parts_of(side).conversations, "found", "left")
         allocate = world.manager.allocate_slots
 
         def refusing(*args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.compat import scheduler as compat_scheduler
 from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
+from vllm_segreuse.features.conversations.conversations import Conversations
 from vllm_segreuse.features.knowledge import scheduler as frozen_documents
 from vllm_segreuse.features.knowledge.freezing import Freezing
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
@@ -37,7 +38,7 @@ from vllm_segreuse.scheduling.donors import Donors
 from vllm_segreuse.scheduling.planner import Planner
 from vllm_segreuse.scheduling.reporting import Accounts
 from vllm_segreuse.scheduling.scheduler import SchedulerSide, Step
-from vllm_segreuse.scheduling.tracked import TO_THE_END, TrackedRequest, Use
+from vllm_segreuse.scheduling.tracked import TO_THE_END, LeftBehind, TrackedRequest, Use
 
 Patch = pytest.MonkeyPatch
 
@@ -108,6 +109,24 @@ def a_plan_stands_behind_a_prefix_of_its_own_step(patch: Patch) -> None:
 
 def blocks_freed_in_the_step_that_named_them_keep_their_names(patch: Patch) -> None:
     _pretending(patch, SegmentBlockPool, "free_blocks", _fresh=set())
+
+
+# What an earlier turn has left.
+
+
+def what_is_taken_of_an_earlier_turn_counts_as_exact(patch: Patch) -> None:
+    patch.setattr(TrackedRequest, "prefix_stop", TO_THE_END)
+
+
+def turns_of_other_namespaces_are_taken(patch: Patch) -> None:
+    def names(self: Conversations, prompt: Prompt, first: int, last: int) -> Any:
+        return ((b"", name) for name in prompt.names(first, last))
+
+    patch.setattr(Conversations, "_names", names)
+
+
+def what_is_taken_of_an_earlier_turn_has_no_depth(patch: Patch) -> None:
+    patch.setattr(LeftBehind, "donor_depth", -1)
 
 
 # What donates.
@@ -332,6 +351,9 @@ FAULTS: dict[Callable[[Patch], None], tuple[Callable[[], None], str]] = {
         test_world.test_a_request_preempted_in_the_step_that_scheduled_it_leaves_no_names,
         EXACT_NAME,
     ),
+    what_is_taken_of_an_earlier_turn_counts_as_exact: (_simulations(0), EXACT_NAME),
+    turns_of_other_namespaces_are_taken: (_simulations(0), "never saw block"),
+    what_is_taken_of_an_earlier_turn_has_no_depth: (_simulations(0), "too deep|deeper provenance"),
     blocks_donate_in_the_step_that_computes_them: (_simulations(7), SAME_STEP),
     evicted_blocks_stay_indexed: (_simulations(1), r"block \d+ has no name"),
     a_reset_leaves_the_index: (_simulations(3), "a reset left segments behind"),

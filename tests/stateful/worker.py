@@ -10,7 +10,7 @@ that order; its output is delivered as late as the test likes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from vllm_segreuse.plan import (
     Tier,
     TierDone,
 )
+from vllm_segreuse.scheduling.tracked import LeftBehind
 
 STOP = 1
 """The token that ends a request."""
@@ -93,6 +94,11 @@ class Running:
     exact_until: int | None = None  # start of its plan
     is_new: bool = True  # in this step, after its admission
     num_prompt_tokens: int = 0  # that it was announced with
+    left: LeftBehind | None = None  # what it takes of an earlier turn
+
+    def exact_within(self, stop: int) -> int:
+        """Up to here what is in front of `stop` is exact."""
+        return stop if self.left is None else min(stop, self.left.start)
 
 
 class Ending(NamedTuple):
@@ -194,6 +200,8 @@ class Worker:
         self.fail_next_pass = False
         self._isolates = isolates
         self.copied_tokens = self.exact_tokens = self.kept_tokens = 0
+        self.left_behind: Callable[[str], LeftBehind | None] = lambda name: None
+        """What the request with a name takes of an earlier turn."""
         self._identities = identities
         self._live = live
         self._requests: dict[str, Running] = {}
@@ -252,6 +260,7 @@ class Worker:
             tokens = list(new.prompt_token_ids or [])
             running = Running(identity, seed, tokens, list(new.block_ids[0]))
             running.num_prompt_tokens = len(tokens)
+            running.left = self.left_behind(new.req_id)
             self._requests[new.req_id] = running
             starts[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
@@ -265,6 +274,7 @@ class Worker:
                 assert prompt == request.num_prompt_tokens, f"{request_id} has another prompt"
                 request.tokens = list(cached.all_token_ids[request_id])
                 request.history, request.exact_until, request.is_new = [], None, True
+                request.left = self.left_behind(request_id)
                 request.blocks = list(new_blocks[0])
             elif new_blocks is not None:
                 request.blocks += new_blocks[0]
@@ -274,7 +284,8 @@ class Worker:
             request = self._requests[request_id]
             self._meet(request, start)
             if request.is_new and request_id in self._loaded:
-                request.exact_until, stop = self._loaded.pop(request_id)
+                begin, stop = self._loaded.pop(request_id)
+                request.exact_until = request.exact_within(begin)
                 assert start == stop, f"{request_id} goes on at {start}, its plan ended at {stop}"
         return starts
 
@@ -285,9 +296,23 @@ class Worker:
         turn, since a block of the hit may have been written by another request of the same step.
         """
         found = request.blocks[: computed // self.block_size if request.is_new else 0]
+        if found and request.left is not None:
+            self._check_left(request, request.left)
         for block in found:
             self.known_to[block].add(request.identity)
         self._note_had(request, 0, len(found) * self.block_size)
+
+    def _check_left(self, request: Running, left: LeftBehind) -> None:
+        """What a request takes of an earlier turn is its own text, behind its own text."""
+        first, last = left.start // self.block_size, left.stop // self.block_size
+        assert left.block_ids == request.blocks[first:last], f"{left}: others are in its table"
+        strangers = [i for i in left.block_ids if request.identity not in self.known_to[i]]
+        assert not strangers, f"{request.identity} never saw block {strangers}"
+        slots = self.slots(request.blocks, left.start, left.stop)
+        text = request.history[left.start : left.stop]
+        assert self.text[slots].tolist() == text, f"{left}: another context"
+        assert self.depth[slots].max() <= left.donor_depth + 1, f"{left}: too deep"
+        self.kept_tokens += int(self.copied[slots].sum())
 
     def _note_had(self, request: Running, start: int, stop: int) -> None:
         """Blocks that end in `[start, stop)` hold what they hold from now on."""
@@ -370,6 +395,7 @@ class Worker:
         tokens = list(self._live[name].all_token_ids[:])
         request = Running(identity, seed, tokens, plan.block_ids.tolist())
         self.histories.of(identity, tokens, request.history)
+        request.left = self.left_behind(name)
         self._meet(request, plan.begin)
         return request
 
@@ -437,7 +463,7 @@ class Worker:
         tokens = request.tokens[plan.start : plan.stop]
         assert plan.token_ids.tolist() == tokens, f"{name}: a plan of other tokens"
         assert plan.start % self.block_size == 0, f"{name}: prefix hits are full blocks"
-        self._check_context(name, request, plan.start, exact_until=plan.start)
+        self._check_context(name, request, plan.start, request.exact_within(plan.start))
         reused, always = plan.reused, plan.recipe.always
         assert (reused | always).all(), f"{name}: tokens nobody supplies"
         assert plan.recipe.top_k <= (reused & plan.recipe.candidates).sum(), (
@@ -476,8 +502,7 @@ class Worker:
             moved = np.arange(destination, destination + length)
             assert (position[span] == moved).all(), f"{epoch}: other positions than planned"
             copies = int(tags["copied"].sum())
-            assert in_context or not copies or compressed, f"{epoch}: a copy of a copy"
-            self.kept_tokens += copies
+            assert not copies or compressed, f"{epoch}: a copy of a copy"
             is_deep = tags["depth"].max() > plan.donor_depth + in_context
             assert not is_deep or compressed, f"{epoch}: too deep"
             if self._isolates:
@@ -507,9 +532,10 @@ class Worker:
         self.token[slots] = np.where(computed, plan.token_ids, token)
         self.position[slots] = np.where(computed, np.arange(plan.start, plan.stop), position)
         self.history[slots] = APPROXIMATE
-        self.depth[slots] = plan.donor_depth + 1
+        left = -1 if request.left is None else request.left.donor_depth
+        self.depth[slots] = max(plan.donor_depth, left) + 1
         self.copied[slots] = ~computed
-        request.exact_until = plan.start
+        request.exact_until = request.exact_within(plan.start)
 
     def _carry_out(self, plan: ReusePlan) -> np.ndarray:
         """Which tokens of a plan are computed, bool; notes how it ends."""
@@ -561,7 +587,7 @@ class Worker:
         assert len(request.tokens) >= stop, f"{name}: tokens up to {stop} are not known yet"
         if self._isolates:
             isolated.check_computed(name, request, start, stop)
-        until = start if request.exact_until is None else request.exact_until
+        until = request.exact_within(start) if request.exact_until is None else request.exact_until
         context = self._check_context(name, request, start, min(until, start))
         exact = bool((self.history[context] != APPROXIMATE).all())
         slots = self._write(request, start, stop)

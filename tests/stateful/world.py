@@ -44,6 +44,7 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.connector import SegReuseConnector
 from vllm_segreuse.options.server import Switch
 from vllm_segreuse.plan import FreezeOrder
+from vllm_segreuse.scheduling.tracked import LeftBehind
 
 SIZE = 4
 """Tokens per block."""
@@ -176,6 +177,7 @@ class World:
         known = (self.identities, requests, setup.tier_rows, setup.isolated)
         make = DraftingWorker if setup.drafts else Worker
         self.worker = make(setup.num_blocks, SIZE, *known)
+        self.worker.left_behind = self._left_behind
         self.events = Mirror(self.pool)
         self.sessions = Sessions(self)
         self.held: list[Any] = []
@@ -384,6 +386,10 @@ class World:
         assert not starving, f"requests starve: {starving}"
         self.check()
         invariants.check_idle(self)
+
+    def _left_behind(self, name: str) -> LeftBehind | None:
+        tracked = parts_of(self.side).planner.get(name)
+        return None if tracked is None else tracked.left_behind
 
     def _has_audits(self) -> bool:
         """Whether audits wait that there is room for, or workers have not heard of all."""

@@ -66,6 +66,11 @@ class Naming(Protocol):
     def exact_stop(self, request_id: str) -> int:
         """Behind this position the request's tokens stand for other KV, and its prefix hit ends."""
 
+    def left_behind(self, request_id: str, start: int, stop: int) -> Sequence[int]:
+        """Blocks behind a request's prefix hit that it takes as they are, although they are not
+        exact: consecutive ones from token `start` on, which end at `stop` at the latest. Called
+        with each lookup of a prefix hit; the last answer counts."""
+
     def allocation_failed(self, request_id: str, blocks: int) -> None:
         """A request was not allocated, for want of so many blocks, although no other holds any."""
 

@@ -172,6 +172,11 @@ class SegmentBlockPool(BlockPool):
         """Behind this position a request takes no exact blocks; see `Naming`."""
         return self._naming.exact_stop(request_id)
 
+    def left_behind(self, request_id: str, start: int, stop: int) -> list[KVCacheBlock]:
+        """Blocks that a request takes behind its prefix hit; see `Naming`."""
+        found = self._naming.left_behind(request_id, start, stop)
+        return [self.blocks[block_id] for block_id in found]
+
     def allocation_failed(self, request_id: str, blocks: int) -> bool:
         """A request was not allocated, for want of so many blocks, although no other holds any.
         Listeners release what they hold for others. Else, if its plan pins donors, it would wait
@@ -199,19 +204,26 @@ class SegmentBlockPool(BlockPool):
         return None if name is None else (name, not get_block_hash(name).startswith(_OWN_NAME))
 
     def prefix_state(
-        self, request: Request, num_hit_tokens: int, num_slots: int, watermark: int
+        self,
+        request: Request,
+        num_hit_tokens: int,
+        num_slots: int,
+        watermark: int,
+        left_behind: Sequence[int] = (),
     ) -> PrefixState:
         """What running `request` behind its prefix hit takes; see `PrefixState`.
 
         Args:
-            num_hit_tokens: of the prefix hit.
+            num_hit_tokens: of the prefix hit, with what is taken behind it.
             num_slots: that vLLM takes for all of the request (`KvSlots`).
             watermark: blocks that vLLM keeps free.
+            left_behind: the last blocks of the hit, which are not exact.
         """
         size = self.group.block_size
         hit = num_hit_tokens // size
-        found = [self._cached(block_hash) for block_hash in request.block_hashes[:hit]]
-        blocks = [block.block_id for block in found if block is not None]
+        exact = request.block_hashes[: hit - len(left_behind)]
+        found = [self._cached(block_hash) for block_hash in exact]
+        blocks = [*(block.block_id for block in found if block is not None), *left_behind]
         fresh, idle = not self._fresh.isdisjoint(blocks), self.idle(blocks)
         missing = -(-num_slots // size) - hit
         return PrefixState(fresh, missing + len(idle) + watermark, idle)

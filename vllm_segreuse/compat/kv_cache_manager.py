@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm.v1.core.kv_cache_manager.KVCacheManager`: frozen blocks go before a request has to wait,
-and a prefix hit ends in front of compressed documents.
+and a prefix hit ends in front of compressed documents, or goes on with what an earlier turn left.
 
 vLLM preempts or holds requests back where `allocate_slots` finds too few free blocks, and has no
 hook to evict blocks that a connector holds. A failed allocation changes nothing, so it is repeated.
 
 A request skips vLLM's prefix lookup or takes all of what it finds. Where it names compressed
-documents, the KV of their kept tokens as a text is not what it asks for.
+documents, the KV of their kept tokens as a text is not what it asks for. Blocks without exact names
+are found by nobody, and a connector can only copy them, though a request may want them as they are.
 
 Obsolete when blocks can be kept with a priority below running requests, and a connector can bound a
-request's prefix hit: vllm-project/vllm#37003 and vllm-project/vllm#38514 propose retention by token
-range.
+request's prefix hit or add resident blocks to it: vllm-project/vllm#37003 and
+vllm-project/vllm#38514 propose retention by token range.
 """
 
 from __future__ import annotations
@@ -84,11 +85,17 @@ def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
         pool = self.block_pool
         if not isinstance(pool, SegmentBlockPool):
             return found, num_tokens, boundary
-        count = pool.exact_stop(request.request_id) // pool.group.block_size
-        if num_tokens <= count * pool.group.block_size:
-            return found, num_tokens, boundary
-        kept = tuple(blocks[:count] for blocks in found.blocks)
-        return self.create_kv_cache_blocks(kept), count * pool.group.block_size, boundary
+        size = pool.group.block_size
+        count = pool.exact_stop(request.request_id) // size
+        if num_tokens > count * size:
+            kept = tuple(blocks[:count] for blocks in found.blocks)
+            return self.create_kv_cache_blocks(kept), count * size, boundary
+        most = args[0] if args else kwargs.get("max_cache_hit_length")  # of 0.33
+        stop = request.num_tokens - 1 if most is None else most
+        more = pool.left_behind(request.request_id, num_tokens, stop)
+        if more:
+            found = self.create_kv_cache_blocks(([*pool.group.of(found.blocks), *more],))
+        return found, num_tokens + len(more) * size, boundary
 
     return get_computed_blocks
 

@@ -122,7 +122,7 @@ def _parts(making: Making, features: Features) -> Parts:
         tier=store,
     )
     core.pool.attach(
-        ExactNames(core.requests),
+        ExactNames(core.requests, planner, core.block_size),
         budget,
         make_room,
         features.listeners(donors),

@@ -295,7 +295,11 @@ class ReusePlan:
         return recipe.program.cost(recipe.counts(chosen, self._behind), layers)
 
     def computed_share(
-        self, layers: ModelLayers, num_tokens: int, outcome: PlanOutcome | None = None
+        self,
+        layers: ModelLayers,
+        num_tokens: int,
+        outcome: PlanOutcome | None = None,
+        prefix: int | None = None,
     ) -> float:
         """The work as a share of that of full prefill behind the prefix hit.
 
@@ -304,7 +308,9 @@ class ReusePlan:
             num_tokens: of the request; those behind the plan are computed by vLLM.
             outcome: of the plan; None: the most that it computes, if every similar segment is
                 accepted.
+            prefix: where the prefix hit ends; None: where this plan begins.
         """
+        begin = self.begin if prefix is None else prefix
         by_vllm = (num_tokens - self.stop) * layers.count  # the last token, as a rule
         chosen = None if outcome is None else self.num_chosen(outcome.computed)
         computed = self.layer_tokens(layers, chosen) + by_vllm
@@ -312,7 +318,7 @@ class ReusePlan:
             computed += self.in_full().layer_tokens(layers)
         if outcome is not None and outcome.acceptance is not None:
             computed += outcome.acceptance.again * layers.count
-        return round(computed / ((num_tokens - self.begin) * layers.count), 4)
+        return round(computed / ((num_tokens - begin) * layers.count), 4)
 
     @property
     def active_tokens(self) -> int:

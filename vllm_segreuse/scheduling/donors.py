@@ -128,28 +128,32 @@ class Donors(BlockListener):
     def depths(self, tracked: TrackedRequest, first_block: int, count: int) -> IntArray:
         """Provenance depth of consecutive blocks of a request; -1 where a block may not donate.
 
-        Exact blocks have depth 0. Behind a plan's start a block donates if every token of it was
-        computed at every layer, one deeper than the plan's donors (`ReusePlan.donor_depth`). Blocks
+        Exact blocks have depth 0. Behind them a block donates if every token of it was computed at
+        every layer, one deeper than what the request reads (`TrackedRequest.donor_depth`). Blocks
         in front of `donates_from` do not donate.
         """
-        plan, size = tracked.plan, self._index.block_size
+        size = self._index.block_size
         numbers = np.arange(first_block, first_block + count)
-        if plan is None:
+        depth = tracked.donor_depth + 1
+        if not depth:
             depths = np.zeros(count, np.int32)
         else:
-            depth = plan.donor_depth + 1
-            whole = self._computed_whole(plan, first_block, count)
+            exact = tracked.prefix_stop
+            exact = exact if tracked.plan is None else min(exact, tracked.plan.exact_until)
+            whole = self._computed_whole(tracked.plan, first_block, count)
             depths = np.where(whole & (depth <= self._max_depth), depth, -1)
-            depths = np.where(numbers < plan.exact_until // size, 0, depths)
+            depths = np.where(numbers < exact // size, 0, depths)
         if tracked.donates_from:
             depths = np.where(numbers < tracked.donates_from // size, -1, depths)
         return depths.astype(np.int32)
 
-    def _computed_whole(self, plan: ReusePlan, first_block: int, count: int) -> BoolArray:
+    def _computed_whole(self, plan: ReusePlan | None, first_block: int, count: int) -> BoolArray:
         """bool `[count]`: of which consecutive blocks every token is computed at every layer."""
         size = self._index.block_size
         first = first_block * size
         computed = np.ones(count * size, dtype=np.bool_)
+        if plan is None:
+            return computed.reshape(count, size).all(axis=1)
         low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
         early = plan.named_early(size)
         if early is not None and first_block <= early < first_block + count:
@@ -168,7 +172,7 @@ class Donors(BlockListener):
             self._index_run(tracked, blocks, slice(0, len(depths)), 0)
             return
         donors = np.flatnonzero((depths >= 0) & (depths <= MAX_PROVENANCE_DEPTH))
-        if tracked.plan is not None and tracked.plan.donor_depth >= self._max_depth:
+        if tracked.donor_depth >= self._max_depth:
             last = first + len(depths)
             tokens = _tokens(tracked, blocks, first * size, last * size)
             others = (depths < 0) & self._computed_whole(tracked.plan, first, len(depths))

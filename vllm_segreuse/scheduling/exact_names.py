@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a request hold the KV of its own tokens, for the block pool that names them."""
+"""Which blocks of a request hold the KV of its own tokens, for the block pool that names them; and
+which it takes of an earlier turn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 
+from vllm_segreuse.cache.exact import restorable
 from vllm_segreuse.plan import TO_THE_END
-from vllm_segreuse.scheduling.tracked import TrackedRequest
+from vllm_segreuse.scheduling.planner import Planner
+from vllm_segreuse.scheduling.tracked import LeftBehind, TrackedRequest, Use
+
+logger = logging.getLogger("vllm.segreuse")
 
 
 class ExactNames:
@@ -14,10 +20,16 @@ class ExactNames:
 
     Args:
         requests: live requests with extra keys, by id.
+        planner: of their plans.
+        block_size: tokens per block.
     """
 
-    def __init__(self, requests: Mapping[str, TrackedRequest]) -> None:
+    def __init__(
+        self, requests: Mapping[str, TrackedRequest], planner: Planner, block_size: int
+    ) -> None:
         self._requests = requests
+        self._planner = planner
+        self._block_size = block_size
 
     def exact_ends(self, request_id: str) -> tuple[int, int] | None:
         """As known so far, and once what is restored is in place; None: a request of vLLM's own."""
@@ -35,6 +47,30 @@ class ExactNames:
         """Behind this position a request takes no exact blocks; see `TrackedRequest`."""
         tracked = self._requests.get(request_id)
         return TO_THE_END if tracked is None else tracked.exact_stop
+
+    def left_behind(self, request_id: str, start: int, stop: int) -> Sequence[int]:
+        """Blocks that a request takes behind its prefix hit. An error costs it the reuse."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return ()
+        tracked.left_behind = None
+        try:
+            tracked.left_behind = self._left_behind(tracked, start, stop)
+        except Exception:
+            logger.exception("segment reuse: request %s takes nothing of earlier turns", request_id)
+            self._planner.give_up(request_id)
+        return () if tracked.left_behind is None else tracked.left_behind.block_ids
+
+    def _left_behind(self, tracked: TrackedRequest, start: int, stop: int) -> LeftBehind | None:
+        find, size = tracked.method.left_behind, self._block_size
+        if find is None or not self._planner.reuses or tracked.mode is not Use.REUSE:
+            return None
+        next_block = min(stop, start + size)
+        if tracked.restores and restorable(tracked.prompt, start, next_block, size).num_tokens:
+            return None  # what is exact goes before
+        found = find(tracked.prompt, start, stop)
+        is_enough = found is not None and found.num_tokens >= tracked.method.min_reused_tokens
+        return found if is_enough else None
 
     def allocation_failed(self, request_id: str, blocks: int) -> None:
         """A request that pins donors would wait for these for ever: it gives up as many next."""

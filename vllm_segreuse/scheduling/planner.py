@@ -151,6 +151,11 @@ class Planner:
         self._ready: list[TrackedRequest] = []
 
     @property
+    def reuses(self) -> bool:
+        """Whether requests reuse anything now."""
+        return self.enabled and not self.observes and not self._health.broken
+
+    @property
     def admission_closed(self) -> bool:
         """Whether no further request may be admitted in this scheduling step."""
         return self._budget.closed
@@ -329,15 +334,18 @@ class Planner:
         else:
             self._tier.left(tracked.request_id)
         start, prompt = tracked.decision.start, tracked.num_tokens
+        left = 0 if tracked.left_behind is None else tracked.left_behind.num_tokens
+        prefix = start - left
         if plan is None:
-            return Report(start, 0, 0, prompt - start, 0, tracked.decision.reason or "no_match")
+            reason = None if left else tracked.decision.reason or "no_match"
+            return Report(prefix, left, 0, prompt - start, int(left > 0), reason)
         copied = plan.num_restored + plan.num_reused
         return Report(
-            start,
-            copied,
+            prefix,
+            left + copied,
             plan.num_recomputed,
             prompt - start - copied,
-            tracked.decision.num_segments,
+            int(left > 0) + tracked.decision.num_segments,
             None,
             exact_tokens=copied if tracked.method.finder.is_exact else plan.num_restored,
             similar_tokens=plan.pieces.num_similar,

@@ -41,14 +41,18 @@ class Accounts:
         """
         plan = tracked.plan
         if plan is not None:
-            share = plan.computed_share(self.layers, request.num_tokens)
+            prefix = report.prefix_tokens
+            share = plan.computed_share(self.layers, request.num_tokens, prefix=prefix)
             report = report._replace(computed_share=share)
             self._awaited[tracked.request_id] = plan
+        elif report.reused_tokens:  # taken as it is
+            share = report.new_tokens / (report.new_tokens + report.reused_tokens)
+            report = report._replace(computed_share=round(share, 4))
         elif tracked.observed is not None:
             report = report._replace(observed=self._observed(tracked, request.num_tokens))
         tracked.report = report
         self._count(report, recomputed=plan is None or not plan.reports)
-        if plan is not None:
+        if report.reused_tokens:
             _note_saved(request, report)
 
     def forget(self, request_id: str) -> None:
@@ -71,7 +75,8 @@ class Accounts:
         del self._awaited[tracked.request_id]
         recomputed = plan.recomputed_after(outcome)
         counted = 0 if plan.reports else tracked.report.recomputed_tokens
-        share = plan.computed_share(self.layers, request.num_prompt_tokens, outcome)
+        prefix = tracked.report.prefix_tokens
+        share = plan.computed_share(self.layers, request.num_prompt_tokens, outcome, prefix)
         drift = None if outcome.drift is None else round(outcome.drift, 4)
         tracked.report = tracked.report._replace(
             recomputed_tokens=recomputed,

@@ -81,6 +81,30 @@ MakeRecipe = Callable[[BoolArray, Segments], Recipe | None]
 wants takes as long as to compute all."""
 
 
+class LeftBehind(NamedTuple):
+    """Blocks that an earlier turn has left behind an exact prefix, with moved text.
+
+    Attributes:
+        start, stop: tokens of the prompt that they hold, in whole blocks.
+        block_ids: in order.
+        donor_depth: of what they were moved from (`ReusePlan.donor_depth`).
+    """
+
+    start: int
+    stop: int
+    block_ids: list[int]
+    donor_depth: int
+
+    @property
+    def num_tokens(self) -> int:
+        """That are not computed."""
+        return self.stop - self.start
+
+
+FindLeftBehind = Callable[[Prompt, int, int], LeftBehind | None]
+"""Takes a prompt, where its prefix hit ends, and where the search does. None: there is nothing."""
+
+
 @dataclass(frozen=True)
 class Method:
     """How a request's segments are found, and what is computed of them.
@@ -94,6 +118,7 @@ class Method:
             None: a share to recompute is given, or images or named documents are reused.
         later_turns: expected later turns that would find the prompt if it were computed in full.
         max_drift: see `ReusePlan`.
+        left_behind: finds what an earlier turn has left, which is taken as it is; None: nothing is.
     """
 
     policy: str
@@ -103,6 +128,7 @@ class Method:
     work: Callable[[Recipe], int] | None = None
     later_turns: Callable[[], float] | None = None
     max_drift: float = math.inf
+    left_behind: FindLeftBehind | None = None
 
 
 class Use(Enum):
@@ -149,7 +175,7 @@ class Decision:
     """What was last decided on a request.
 
     Attributes:
-        start: tokens of vLLM's own prefix hit.
+        start: tokens of the prefix hit, with what an earlier turn has left behind it.
         reason: why it was not planned.
         found: what the finder found; None: nothing was searched for.
         given_up: what of it there was no room for.
@@ -179,7 +205,8 @@ class TrackedRequest:
             (`segreuse_extras/compressed/`): no block that ends there gets an exact name, is part
             of its prefix hit, or is restored.
         tags: of its plans.
-        plan: the plan in force for its current blocks; what is exact of them is `plan.exact_until`.
+        left_behind: what it takes of an earlier turn, by the last lookup of its prefix hit.
+        plan: the plan in force for its current blocks.
         observed: the plan that would have been carried out.
         report: outcome of its first admission.
         decision: the last one.
@@ -195,6 +222,7 @@ class TrackedRequest:
     donates_from: int = 0
     exact_stop: int = TO_THE_END
     tags: Tags = _NO_TAGS
+    left_behind: LeftBehind | None = None
     plan: ReusePlan | None = None
     observed: ReusePlan | None = None
     report: Report | None = None
@@ -243,7 +271,21 @@ class TrackedRequest:
     def exact_ends(self) -> tuple[int, int]:
         """Up to here full blocks are exact: by what the workers have reported so far, and if what
         is restored is in place."""
-        stop, plan = self.exact_stop, self.plan
+        stop, plan = min(self.exact_stop, self.prefix_stop), self.plan
         if plan is None:
             return stop, stop
         return min(plan.known_exact_until, stop), min(plan.exact_until, stop)
+
+    @property
+    def prefix_stop(self) -> int:
+        """Behind this position nothing is an exact prefix, whatever a plan adds; TO_THE_END: that
+        is up to the plan."""
+        return TO_THE_END if self.left_behind is None else self.left_behind.start
+
+    @property
+    def donor_depth(self) -> int:
+        """Largest provenance depth of what it reads; -1: all of it is its own."""
+        plan, left = self.plan, self.left_behind
+        return max(
+            -1 if plan is None else plan.donor_depth, -1 if left is None else left.donor_depth
+        )

@@ -3,32 +3,26 @@
 
 conversation   | system | documents | question | answer | question ...
 turn 1           prefix   moved      computed  computed
-turn 2           prefix   kept       kept      kept      computed
+turn 2           prefix   taken      taken     taken     computed
 turn 2, else     prefix   moved      reused    reused    computed
 
 Blocks that hold moved tokens donate to nobody: their text is found where it was computed, and moved
 from there at each turn, and the policy chooses of it anew. With `recompute_once` the next turn
 finds the blocks of the turn before instead, in its own namespace, by vLLM's chained hashes of their
-whole prefix. It takes them as they are: what the policy chose for an earlier question is not chosen
-again.
+whole prefix. It takes the blocks themselves, as a prefix hit is taken: nothing is copied, and what
+the policy chose for an earlier question is not chosen again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import repeat
 
-import numpy as np
-
-from vllm_segreuse.cache.exact import resident_matches
-from vllm_segreuse.cache.finder import Finder, FinderAround
-from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.scheduling.tracked import TrackedRequest
+from vllm_segreuse.scheduling.tracked import LeftBehind, TrackedRequest
 
 _Name = tuple[bytes, bytes]
 """Key of a namespace, and vLLM's chained hash of a block."""
@@ -87,17 +81,18 @@ class Conversations(BlockListener):
 
     def _keep(self, tracked: TrackedRequest, blocks: NamedBlocks) -> None:
         plan, size = tracked.plan, self._block_size
-        if plan is None or tracked.request_id not in self._continuing:
+        if tracked.donor_depth < 0 or tracked.request_id not in self._continuing:
             return
-        exact = plan.exact_until // size
+        exact = tracked.exact_ends[1] // size
+        early = None if plan is None else plan.named_early(size)
         last = blocks.first + len(blocks.block_ids)
         names = self._names(tracked.prompt, blocks.first, last)
         for index, block, name in zip(
             range(blocks.first, last), blocks.block_ids, names, strict=False
         ):
-            if index >= exact and index != plan.named_early(size):
+            if index >= exact and index != early:
                 self._forget(block)
-                self._kept[block] = name, plan.donor_depth
+                self._kept[block] = name, tracked.donor_depth
                 self._block[name] = block
                 self._fresh.add(block)
 
@@ -128,7 +123,7 @@ class Conversations(BlockListener):
         # vLLM's hashes are the same in all namespaces.
         return zip(repeat(self._namespaces.key(prompt.namespace)), prompt.names(first, last))
 
-    def found(self, prompt: Prompt, start: int, stop: int) -> Matches:
+    def found(self, prompt: Prompt, start: int, stop: int) -> LeftBehind | None:
         """What an earlier turn has left behind the prefix hit, up to the first hole.
 
         Args:
@@ -143,35 +138,7 @@ class Conversations(BlockListener):
             if block is None or block in self._fresh:
                 break
             blocks.append(block)
-        matches = resident_matches(np.asarray(blocks, np.int32), first, size)
-        in_context = np.ones(len(blocks), np.bool_)
-        depth = max((self._kept[block][1] for block in blocks), default=0)
-        pieces = replace(matches.pieces, in_context=in_context)
-        return matches._replace(pieces=pieces, max_depth=depth)
-
-
-class ContinuingFinder(FinderAround):
-    """What an earlier turn has left, and behind that what another finder finds.
-
-    Args:
-        finder: the other one.
-        conversations: of all requests.
-    """
-
-    def __init__(self, finder: Finder, conversations: Conversations) -> None:
-        super().__init__(finder)
-        self._conversations = conversations
-
-    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
-        if self._conversations.found(prompt, start, stop).num_tokens:
-            return None  # it is as quickly found again
-        return self._finder.remembered(prompt, start, stop)
-
-    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
-        kept = self._conversations.found(prompt, start, stop)
-        if not kept.num_tokens:
-            return self._finder.find(prompt, start, stop)
-        others = self._finder.remembered(prompt, kept.pieces.stop, stop)
-        if others is None:
-            others = self._finder.find(prompt, kept.pieces.stop, stop)
-        return kept.merged(others)
+        if not blocks:
+            return None
+        depth = max(self._kept[block][1] for block in blocks)
+        return LeftBehind(start, (first + len(blocks)) * size, blocks, depth)

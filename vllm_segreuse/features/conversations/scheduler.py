@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_segreuse.features.conversations.conversations import ContinuingFinder, Conversations
+from vllm_segreuse.features.conversations.conversations import Conversations
 from vllm_segreuse.features.conversations.options import ConversationOptions
 from vllm_segreuse.features.conversations.turns import Turns
 from vllm_segreuse.plan import ReusePlan
@@ -41,13 +41,15 @@ class Continued(Feature):
         self._block_size = core.block_size
 
     def admit(self, arriving: Arriving) -> None:
-        """What later turns take as it is costs them nothing."""
+        """What later turns take as it is costs them nothing. Who wants everything computed again
+        takes nothing."""
         tracked, options = arriving.tracked, arriving.options
         asked = ConversationOptions.of(options)
         is_moved = arriving.is_text and arriving.takes_turns and options.policy != "exact"
         if asked.recompute_once and is_moved:
-            finder = ContinuingFinder(tracked.method.finder, self.conversations)
-            tracked.method = replace(tracked.method, finder=finder)
+            if options.recompute_ratio != 1.0:
+                found = self.conversations.found
+                tracked.method = replace(tracked.method, left_behind=found)
             self.conversations.take_part(tracked.request_id)
         elif asked.weigh_turns:
             tracked.method = replace(tracked.method, later_turns=self.later_turns)
