@@ -151,9 +151,9 @@ class Donors(BlockListener):
         """bool `[count]`: of which consecutive blocks every token is computed at every layer."""
         size = self._index.block_size
         first = first_block * size
-        computed = np.ones(count * size, dtype=np.bool_)
         if plan is None:
-            return computed.reshape(count, size).all(axis=1)
+            return np.ones(count, np.bool_)
+        computed = np.ones(count * size, dtype=np.bool_)
         low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
         early = plan.named_early(size)
         if early is not None and first_block <= early < first_block + count:
