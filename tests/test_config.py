@@ -40,6 +40,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "observe": False,
         "recompute_once": False,
         "weigh_turns": False,
+        "heal_tokens": 0,
         "explain": False,
         "similarity": None,
         "max_provenance_depth": 4,

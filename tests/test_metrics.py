@@ -249,6 +249,8 @@ def test_every_series_has_its_name_labels_and_buckets(
     assert set(found) == {
         "vllm:segreuse_tokens",
         "vllm:segreuse_other_context_tokens",
+        "vllm:segreuse_healed_tokens",
+        "vllm:segreuse_healings",
         "vllm:segreuse_observed_tokens",
         "vllm:segreuse_requests",
         "vllm:segreuse_frozen_share",

@@ -2,14 +2,15 @@
 """`python -m bench edits --model DIR`: what edits of a conversation's context cost.
 
 Conversations with a tool loop are edited (`edits`) and asked on, over HTTP, under several arms
-(`arms`). Distances from full prefill are measured in this process. An interrupt (Ctrl-C) ends it
-early, with figures of what was measured. `BENCH_QUALITY_SEEDS=tuning` draws the conversations on
-which options are chosen.
+(`arms`). Distances from full prefill are measured in this process. An interrupt (Ctrl-C, or a
+SIGTERM) ends it early, with figures of what was measured. `BENCH_QUALITY_SEEDS=tuning` draws the
+conversations on which options are chosen.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     edits = [EDITS[name] for name in args.edits]
     arms = [ARMS[name] for name in args.arms]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     asked: list[Asked] = []
     apart: list[Apart] = []
     done = _unless_interrupted(_asked(args.model, writer, conversations, edits, arms), asked)

@@ -66,7 +66,7 @@ def measure(
         lab.ask(prompt, SAID_TOKENS, None, salt=f"full {edit.name} {before.number} {turn}")
         for turn, prompt in enumerate(prompts)
     ]
-    history = writer.history(before, edit.keeps_thoughts)
+    history = writer.history(before, edit.keeps_thoughts)[-1:]  # it begins with the others
     if edit.retries:
         history.append(writer.prompt(before, before.asked(0), edit.keeps_thoughts))
     for arm in arms:

@@ -114,8 +114,9 @@ def _distances(apart: Sequence[Apart]) -> dict[str, Any]:
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], best: str) -> dict[str, Any]:
-    """By edit, of one arm."""
-    right = {row["edit"]: row["at_right"] for row in rows if row["arm"] == "none"}
+    """By edit, of one arm. Behind an edit the prefix cache's arm computes all in full, too."""
+    full = ("prefix", "none")  # the last that was measured counts
+    right = {row["edit"]: row["at_right"] for arm in full for row in rows if row["arm"] == arm}
     summary: dict[str, Any] = {"arm": best}
     for row in rows:
         if row["arm"] != best:

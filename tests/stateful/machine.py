@@ -38,6 +38,7 @@ _SETUP: dict[str, st.SearchStrategy[Any]] = {
     "num_blocks": st.sampled_from([20, 28, 40, 80]),
     "in_flight": st.integers(1, 3),
     "priority": st.booleans(),
+    "heal_tokens": st.sampled_from([0, 0, 8]),
     "max_step_tokens": st.sampled_from([10, 24, 48]),
     "max_running": st.sampled_from([2, 6]),
     "long_prompt_tokens": st.sampled_from([0, 9]),

@@ -238,6 +238,7 @@ class _Run:
             spread_tokens=choose([0, 1, 1, 5]),
             similarity=choose([False, True]),
             halo=choose([False, True]),
+            heal_tokens=Random(f"heal {self.result.seed}").choice([0, 0, 8]),
             tier_rows=Random(f"rows {self.result.seed}").choice([0, 12, 30, 90]),
         )
 

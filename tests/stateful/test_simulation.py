@@ -33,6 +33,7 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "accepted segments",
         "rejected tokens",
         "explained: edit",
+        "segreuse-heal",
         *(f"policy: {policy}" for policy in POLICIES),
         *(f"fault: {site}" for site in (*SITES, *OTHERS)),
     ):

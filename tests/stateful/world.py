@@ -106,6 +106,7 @@ class Setup:
         drafts: of speculative decoding, in a step; 0: there is none.
         audits: whether every request that reuses is audited.
         isolated: whether the model was trained on documents computed alone (`isolated.py`).
+        heal_tokens: see `segreuse_extras/healing/options.py`.
         compressed, sessions: whether documents are compressed, and prompts come in parts
             (`compressing.py`, `sessions.py`); for whoever makes the requests.
     """
@@ -128,6 +129,7 @@ class Setup:
     max_views: int = 2
     drafts: int = 0
     audits: bool = False
+    heal_tokens: int = 0
     isolated: bool = False
     compressed: bool = False
     sessions: bool = False
@@ -491,6 +493,7 @@ def _engine(setup: Setup) -> ModellessEngine:
         similarity=SIMILARITY | (HALO if setup.halo else {}) if setup.similarity else None,
         tier={"host_gib": 1, "min_run_tokens": 2} if setup.tier_rows else None,
         audit={"share": 1.0, "per_minute": 6000} if setup.audits else {},
+        heal_tokens=setup.heal_tokens,
     ).model_dump()
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns that hold moved text are computed in full while the engine is idle."""
+
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request, RequestStatus
+
+from segreuse_extras.healing.turns import MOST_WAITING
+from tests.parts import parts_of
+from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
+
+SHIFT = OPTIONS | {"segreuse_policy": "shift"}
+TURN = [7, *DOCUMENT, *range(8, 19)]
+"""A new token in front of the document, in whole blocks."""
+PART = 4 * SIZE
+
+
+def world_of(**options: Any) -> World:
+    """A document is cached."""
+    world = World(min_reused_tokens=4, **{"heal_tokens": PART} | options)
+    world.run(world.add(DOCUMENT, SHIFT))
+    return world
+
+
+def turn(world: World, tokens: list[int], options: Any = SHIFT, **fields: Any) -> Request:
+    """A turn that ends."""
+    request = world.add(tokens, options, **fields)
+    world.run(request)
+    end(world, request)
+    return request
+
+
+def end(world: World, request: Request, status: Any = RequestStatus.FINISHED_LENGTH_CAPPED) -> None:
+    request.append_output_token_ids([1])
+    request.num_computed_tokens = request.num_tokens - 1
+    request.status = status
+    world.side.finished(request, [])
+
+
+def next_part(world: World, running: int = 0, waiting: int = 0) -> Request | None:
+    return next(iter(world.side.take_requests(running, waiting, False)), None)
+
+
+def compute(world: World, part: Request) -> None:
+    """What vLLM does with a part."""
+    full = part.num_tokens // SIZE
+    hit = parts_of(world.side).core.pool.resident_blocks(part, 0, full)
+    known = [world.pool.blocks[i] for i in hit[: list(hit).index(-1)]]
+    world.pool.touch(known)
+    blocks = [*known, *world.pool.get_new_blocks(full + 1 - len(known))]
+    world.pool.cache_full_blocks(part, blocks, len(known), full, SIZE, 0)
+    world.side.take_step(True)
+    end(world, part)
+    world.pool.free_blocks(reversed(blocks))
+
+
+def outcomes(world: World) -> dict[str, int]:
+    """What became of turns."""
+    return dict(world.stats.data.get("healings_total", {}))
+
+
+def test_an_idle_engine_computes_a_turn_in_full_part_by_part() -> None:
+    world = world_of()
+    done = turn(world, TURN)
+    lengths = []
+    while (part := next_part(world)) is not None:
+        assert part.prompt_token_ids == TURN[: part.num_prompt_tokens]
+        assert part.sampling_params is not None
+        assert part.sampling_params.extra_args is None
+        lengths.append(part.num_prompt_tokens)
+        compute(world, part)
+    assert lengths == [PART, 2 * PART, len(TURN)]
+    assert (world.pool.resident_blocks(done, 0, len(TURN) // SIZE) >= 0).all()
+    assert world.stats.data["healed_tokens_total"] == len(TURN)
+    assert outcomes(world) == {"healed": 1}
+
+
+@pytest.mark.parametrize(("running", "waiting"), [(1, 0), (0, 1)])
+def test_nothing_is_computed_while_somebody_needs_the_engine(running: int, waiting: int) -> None:
+    world = world_of()
+    turn(world, TURN)
+    assert next_part(world, running, waiting) is None
+    assert not [*world.side.take_requests(0, 0, True)], "nor while it is paused"
+    assert next_part(world) is not None
+
+
+def test_one_part_at_a_time() -> None:
+    world = world_of()
+    turn(world, TURN)
+    assert next_part(world) is not None
+    assert next_part(world) is None
+
+
+def test_without_the_option_nothing_is_computed() -> None:
+    world = world_of(heal_tokens=0)
+    turn(world, TURN)
+    assert next_part(world) is None
+
+
+def test_what_is_exact_needs_nothing() -> None:
+    world = world_of()
+    turn(world, [*range(50, 90)])
+    turn(world, TURN, None)
+    assert next_part(world) is None
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_who_was_not_answered_does_not_go_on(status: Any) -> None:
+    world = world_of()
+    request = world.add(TURN, SHIFT)
+    world.run(request)
+    end(world, request, status)
+    assert next_part(world) is None
+
+
+def test_a_turn_that_goes_on_is_left_to_the_next() -> None:
+    world = world_of()
+    turn(world, TURN)
+    part = next_part(world)
+    assert part is not None
+    world.run(world.add([*TURN, 1, 2, 3, 4, 5], SHIFT))
+    compute(world, part)
+    assert next_part(world) is None
+    assert outcomes(world) == {"overtaken": 1}
+
+
+def test_another_text_another_salt_are_other_conversations() -> None:
+    world = world_of()
+    turn(world, TURN)
+    world.run(world.add([*TURN, 1, 2, 3, 4, 5], SHIFT, cache_salt="other"))
+    world.run(world.add([6, *TURN[1:]], SHIFT))
+    assert next_part(world) is not None
+    assert outcomes(world) == {}
+
+
+def test_a_reset_forgets_what_waits_and_ends_what_runs() -> None:
+    world = world_of()
+    turn(world, TURN)
+    part = next_part(world)
+    assert part is not None
+    assert world.side.resetting() == [part.request_id]
+    end(world, part, RequestStatus.FINISHED_ABORTED)
+    assert next_part(world) is None
+    assert outcomes(world) == {"forgotten": 1}
+
+
+def test_whose_blocks_are_gone_at_once_is_given_up() -> None:
+    world = world_of()
+    turn(world, TURN)
+    part = next_part(world)
+    assert part is not None
+    end(world, part)  # and nothing was named
+    assert next_part(world) is None
+    assert outcomes(world) == {"forgotten": 1}
+
+
+def test_without_room_a_turn_is_given_up() -> None:
+    world = world_of()
+    turn(world, TURN)
+    world.pool.get_new_blocks(world.pool.get_num_free_blocks() - PART // SIZE)
+    assert next_part(world) is None
+    assert outcomes(world) == {"forgotten": 1}
+
+
+def test_the_oldest_are_given_up_where_many_wait() -> None:
+    world = world_of()
+    for first in range(MOST_WAITING + 2):
+        turn(world, [1000 + first, *TURN[1:]])
+    part = next_part(world)
+    assert part is not None
+    assert part.prompt_token_ids == [1002, *TURN[1:PART]]
+    assert outcomes(world) == {"forgotten": 2}
