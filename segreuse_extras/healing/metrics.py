@@ -18,7 +18,7 @@ METRICS = (
     Metric(
         "healings_total",
         Counter,
-        "Unhealed that held moved text: all of it was computed in full (healed), a later turn came "
+        "Turns that held moved text: all of it was computed in full (healed), a later turn came "
         "first (overtaken), or too many waited, the cache was reset, or there was no room "
         "(forgotten).",
         {"outcome": get_args(Outcome)},

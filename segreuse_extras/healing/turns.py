@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unhealed of conversations that wait for being computed in full.
+"""Turns of conversations that wait for being computed in full.
 
 turn      | exact | moved, or computed behind moved text | not computed
 healing           | a part | a part | a part              up to the last whole block
