@@ -71,10 +71,14 @@ class Completions:
     Args:
         server: a `Server`.
         max_model_len: tokens of its longest prompt and answer.
+
+    Attributes:
+        url: root of the server.
     """
 
     def __init__(self, server: Any, max_model_len: int) -> None:
         self._server = server
+        self.url = str(server.url)
         self._max_model_len = max_model_len
         self._client = server.client(timeout=600)
         self._model = self._client.models.list().data[0].id

@@ -22,7 +22,7 @@ import openai
 
 from bench import harness
 from bench.agents.arms import NONE, Arm
-from bench.edits import distance, serving
+from bench.edits import distance, resting, serving
 from bench.edits.arms import ARMS, PREFIX, SERVER, SHIFT
 from bench.edits.conversations import Conversation, draw
 from bench.edits.distance import Apart
@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         draw(seeds.rng(chosen, "edits", number), number, args.steps, writer.measure)
         for number in range(args.conversations)
     ]
+    if args.heal_tokens:
+        return _heal(args, where, writer, conversations)
     edits = [EDITS[name] for name in args.edits]
     arms = [ARMS[name] for name in args.arms]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -93,6 +95,25 @@ def run(args: argparse.Namespace) -> int:
     harness.report("edits", where, {"rows": shown, "summary": result["summary"]})
     if args.json:
         result["rows"] += [*map(_plain, asked), *map(asdict, apart)]
+        harness.write_json(args.json, "edits", where, result)
+    return 0 if done else 130
+
+
+def _heal(
+    args: argparse.Namespace,
+    where: dict[str, Any],
+    writer: Writer,
+    conversations: Sequence[Conversation],
+) -> int:
+    """With and without healing, behind the first edit and under the best arm."""
+    rested: list[resting.Rested] = []
+    edit, arm = EDITS[args.edits[0]], ARMS[args.best]
+    setting = (args.model, SERVER, args.heal_tokens, writer)
+    done = _unless_interrupted(resting.measure(*setting, conversations, edit, arm), rested)
+    where |= {"edit": edit.name, "heal_tokens": args.heal_tokens, "interrupted": not done}
+    result = resting.result_of(rested)
+    harness.report("edits", where, {"rows": result["rows"][:2], "summary": result["summary"]})
+    if args.json:
         harness.write_json(args.json, "edits", where, result)
     return 0 if done else 130
 
@@ -172,5 +193,11 @@ def _parser() -> argparse.ArgumentParser:
         help=", ".join(ARMS),
     )
     parser.add_argument("--best", choices=ARMS, default="once", help="arm of the summary")
+    parser.add_argument(
+        "--heal-tokens",
+        type=int,
+        default=0,
+        help="measure healing in parts of so many tokens instead, behind the first of the edits",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it here")
     return parser

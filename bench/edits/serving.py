@@ -8,7 +8,7 @@ the later turns behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,19 @@ def asking(model: Path, options: Mapping[str, Any], writer: Writer) -> Iterator[
         yield Client(server, writer)
 
 
+@dataclass(frozen=True)
+class Edited:
+    """A conversation from its edit on.
+
+    Attributes:
+        after: as it is now.
+        turn: asks a turn; 0 is the first one.
+    """
+
+    after: Conversation
+    turn: Callable[[int], Answered]
+
+
 class Client(Completions):
     """Asks one server."""
 
@@ -78,6 +91,20 @@ class Client(Completions):
         Raises:
             BenchError: a prompt is too long, or the connector does not answer.
         """
+        edited, asked = self.edited(before, edit, arm), []
+        for turn in range(LATER_TURNS + 1):
+            found = edited.turn(turn)
+            at = (edit.name, before.number, arm.name, turn)
+            right = edited.after.questions[turn].right in found.said
+            asked.append(Asked(*at, found.ttft_s, right, found.said, found.tokens))
+        return asked
+
+    def edited(self, before: Conversation, edit: Edit, arm: Arm) -> Edited:
+        """A conversation under an arm whose loop was served, from the edit on.
+
+        Raises:
+            BenchError: a prompt is too long, or the connector does not answer.
+        """
         self.reset()
         space = f"{edit.name} {before.number} {arm.name}"
         if arm.prefix:
@@ -86,13 +113,7 @@ class Client(Completions):
             if edit.retries:
                 self._turn(before, edit, 0, arm.body(space, "retried"))
         after = edit.change(before, Random(f"{edit.name} {before.number}"))
-        asked = []
-        for turn in range(LATER_TURNS + 1):
-            found = self._turn(after, edit, turn, arm.body(space, turn))
-            at = (edit.name, before.number, arm.name, turn)
-            right = after.questions[turn].right in found.said
-            asked.append(Asked(*at, found.ttft_s, right, found.said, found.tokens))
-        return asked
+        return Edited(after, lambda turn: self._turn(after, edit, turn, arm.body(space, turn)))
 
     def _turn(
         self, conversation: Conversation, edit: Edit, turn: int, added: Mapping[str, Any]

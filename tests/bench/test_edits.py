@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from bench.agents.tokens import Tokens
-from bench.edits import command
+from bench.edits import command, resting
 from bench.edits.arms import ARMS
 from bench.edits.conversations import LATER_TURNS, Conversation, draw, results
 from bench.edits.distance import Apart
 from bench.edits.edits import CUT, EDITS
 from bench.edits.figures import result_of
+from bench.edits.resting import Rested
 from bench.edits.serving import Asked
 from bench.edits.writing import Writer
+from bench.harness import BenchError
 
 STEPS = 6
 
@@ -145,6 +147,21 @@ def test_figures_compare_each_conversation_with_the_prefix_cache() -> None:
         "date_right_over_full": 1.0,
         "date_kl_p90": 0.5,
     }
+
+
+def test_healing_is_compared_with_none() -> None:
+    rested = [
+        Rested(heals, number, 100, 96 if heals else 40, 1.0 - 0.5 * heals, (1.0, 2.0 + heals))
+        for heals in (False, True)
+        for number in range(50)
+    ]
+    summary = resting.result_of(rested)["summary"]
+    assert summary["healed_prefix_share"] == pytest.approx(0.96)
+    assert summary["next_ttft_over_unhealed"] == 0.5
+    assert summary["others_p99_over_unhealed"] == 1.5
+    assert summary["others_p99_over_unhealed_low"] == 1.5
+    with pytest.raises(BenchError, match="with and without healing"):
+        resting.result_of(rested[:50])
 
 
 def test_what_was_not_measured_has_no_figures() -> None:
