@@ -175,8 +175,8 @@ class HashIds:
         if self.block_tokens is None:
             fitting = [size for size in SIZES if -(-tokens // size) == ids]
             if len(fitting) != 1:
-                # Of a prompt of one or two blocks many sizes could be: assume the usual one.
-                return 512 if 512 in fitting else max(fitting, default=512)
+                # Of a prompt of one block any size could be; of none, assume the usual one.
+                return max(fitting, default=512)
             (self.block_tokens,) = fitting
         if -(-tokens // self.block_tokens) != ids:
             raise LogError(
