@@ -156,8 +156,8 @@ def test_the_table_is_as_wide_as_the_terminal(server: Server) -> None:
         "from  tokens  source                                  again  text",
         "   0   1,032  prefix cache                                   0 1 2 3 4 5 6 7 8 9 10 11 12 "
         f"13 14 15 16 17 18 19 20 21 {cut}",
-        "  32     100  segment, moved by -32                     20%  32 33 34 35 36 37 38 39 40 41 "
-        f"42 43 44 45 46 47 48 49 50{cut}",
+        "  32     100  segment, moved by -32                     20%  32 33 34 35 36 37 38 39 40 "
+        f"41 42 43 44 45 46 47 48 49 50{cut}",
         " 132       7  new: was known, and has been evicted           132 133 134 135 136 137 138",
         " 139       1  new: the last token is always computed         139",
         "",
