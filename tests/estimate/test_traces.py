@@ -88,6 +88,8 @@ def test_ids_of_conversations_are_their_own(tmp_path: Path) -> None:
     assert first.parts[:2] == second.parts[:2]
     assert not {*first.parts} & {*other.parts}
     assert first.parts[2] not in second.parts, "no id stands for the last tokens"
+    assert [request.parts[2].id >> 62 for request in (first, other)] == [1, 1], "below 2**63"
+    assert first.parts[2].id != other.parts[2].id
     assert first.session != other.session == "b"
     assert (second.time_s, second.output_tokens) == (5.0, 3)
 

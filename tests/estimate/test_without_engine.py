@@ -253,6 +253,27 @@ def test_what_is_not_given_is_what_the_help_says(trace: Path, run: Any) -> None:
     assert written.read_text() == by_default
 
 
+def test_a_terminal_is_shown_how_much_has_been_read(
+    trace: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[tuple[int, str]] = []
+
+    def update(self: Any, task: Any, *, completed: int, description: str) -> None:
+        moved.append((completed, description))
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("rich.progress.Progress.update", update)
+    options = ("--policy", "shift", "--cache-tokens", "1K")
+    run(trace, *options)
+    assert moved == [], "a movement every fifty prompts"
+    text = trace.read_text()
+    trace.write_text(text * 4)
+    run(trace, *options)
+    # All of it is read before the first is replayed: they are sorted by their times.
+    size = trace.stat().st_size
+    assert moved == [(size, "RAGPulse: 50 requests"), (size, "RAGPulse: 100 requests")]
+
+
 def test_engines_and_tiers_are_those_that_are_asked_for(trace: Path, run: Any) -> None:
     options = ("--json", "--policy", "shift", "--cache-tokens", "1K,unlimited")
     more = ("--engines", "2", "--router", "documents", "--tier-tokens", "2K", "--block-size", "8")
