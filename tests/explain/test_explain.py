@@ -312,6 +312,38 @@ def request_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    ("options", "url", "key"),
+    [
+        ([], "http://localhost:8000", "of the environment"),
+        (["--url", "http://other:1", "--api-key", "k"], "http://other:1", "k"),
+        (["--api-key", ""], "http://localhost:8000", None),
+    ],
+)
+def test_the_server_and_the_key_are_those_that_are_given(
+    options: list[str],
+    url: str,
+    key: str | None,
+    server: Server,
+    request_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    made = server.client()
+    monkeypatch.setattr(httpx, "Client", lambda **given: asked.append(given) or made)
+    monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
+    assert cli.main([str(request_file), *options]) == 0
+    [given] = asked
+    assert (given["base_url"], given["headers"]) == (url, authorized(key))
+    observed = {"segreuse_explain": True, "segreuse_observe": True}
+    assert server.sent[0][1]["vllm_xargs"] == observed
+
+
+def test_reuse_is_computed_where_that_is_asked_for(answered: Server, request_file: Path) -> None:
+    assert cli.main([str(request_file), "--reuse"]) == 0
+    assert answered.sent[0][1]["vllm_xargs"] == {"segreuse_explain": True}
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_page_is_written_beside_what_is_printed(
     answered: Server,
