@@ -127,7 +127,7 @@ class Weka:
             raise LogError(f"{where}: block_size={size!r} must be a number of tokens")
         session = str(value.get("id", where))
         salt = hashlib.blake2b(session.encode(), digest_size=8).digest()
-        base = int.from_bytes(salt, "little") >> 1
+        base = int.from_bytes(salt, "little")
         before = -math.inf
         for number, request in enumerate(value["requests"], 1):
             here = f"{where}, request {number}"
