@@ -19,6 +19,7 @@ from tests.kernels.align_cases import (
     parts_of,
 )
 from vllm_segreuse.kernels import cpu, cpu_store, reference
+from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.pages import Moves
 
 SHAPE = hnd(2, 16, 32)
@@ -84,6 +85,16 @@ def test_nothing_to_store_changes_nothing() -> None:
     cpu_store.store(pages, pages, nothing, nothing)
     cpu_store.store([], [], BLOCKS, ROWS)
     assert all(map(torch.equal, pages, before))
+
+
+def test_nothing_to_encode_is_encoded() -> None:
+    """Of no layers every block; of no blocks none."""
+    pages, parts, _ = good_call()
+    nothing = torch.zeros(0, dtype=torch.int64)
+    found = cpu_store.encode(pages, parts, Codec.INT8, nothing, [], nothing)
+    assert (found.tolist(), found.dtype) == ([], torch.bool)
+    found = cpu_store.encode([], parts, Codec.INT8, BLOCKS, [], ROWS)
+    assert (found.tolist(), found.dtype) == ([True, True, True], torch.bool)
 
 
 REFUSED: dict[str, tuple[Callable[..., tuple[Any, ...]], str]] = {
