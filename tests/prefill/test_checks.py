@@ -4,6 +4,7 @@ proof covers is refused by name."""
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -747,6 +748,53 @@ def test_sinks_are_refused_where_the_cpu_backend_divides_keys_among_threads(
     monkeypatch.delenv("VLLM_CPU_ATTN_SPLIT_KV")
     with pytest.raises(RefusedError, match="keys among threads; set VLLM_CPU_ATTN_SPLIT_KV=0"):
         prove(sinking)
+
+
+@pytest.mark.usefixtures("only_by_layer")
+@pytest.mark.parametrize(("times", "passes"), [(0.9, True), (1.1, False)])
+@pytest.mark.parametrize("position", [0, 1, BLOCK_SIZE, 2 * BLOCK_SIZE + 1])
+def test_attention_may_be_off_by_a_share_of_what_one_key_of_many_contributes(
+    position: int, times: float, passes: bool, sinking: Loaded, monkeypatch: Patch
+) -> None:
+    """A ten thousandth of the value of a key, by the number of keys that the query sees. Sinks
+    leave next to nothing of the output itself."""
+    for layer in sinking.attention.values():
+        monkeypatch.setattr(layer.impl, "sinks", torch.tensor([20.0, 20.0]))
+    off_at(position, times * 1e-4 / (position + 1), monkeypatch)
+    if passes:
+        prove(sinking)
+    else:
+        assert "the pass does not attend to all tokens before, with sinks" in refusal(sinking)
+
+
+def off_at(position: int, error: float, patch: Patch) -> None:
+    """The kernel's attention of queries at a position, where it is proven layer by layer."""
+    attend = cpu.sparse_attention
+
+    def inexact(out: torch.Tensor, *given: Any, **more: Any) -> None:
+        attend(out, *given, **more)
+        positions = given[6]
+        if positions[:2].tolist() == [0, 1] and len(positions) < 10:
+            out[positions == position, -1, 3] += error
+
+    patch.setattr(cpu, "sparse_attention", inexact)
+
+
+@pytest.mark.usefixtures("only_by_layer")
+@pytest.mark.parametrize(("times", "passes"), [(0.9, True), (1.1, False)])
+def test_attention_may_be_off_by_a_share_of_itself(
+    times: float, passes: bool, model: Loaded, monkeypatch: Patch
+) -> None:
+    """At position 1 it is half of the first value and half of the second, which is twice that."""
+    off_at(1, times * 1.5e-4, monkeypatch)
+    if passes:
+        prove(model)
+    else:
+        assert re.search(
+            r"layers\.0\.self_attn\.attn: the pass does not attend to all tokens before "
+            r"\(off by 0\.00011\)",
+            refusal(model),
+        )
 
 
 @FORMATS
