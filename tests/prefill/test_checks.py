@@ -404,10 +404,10 @@ def test_the_pass_may_be_off_by_rounding_only(
 @pytest.mark.parametrize(
     ("dtype", "off", "fine"),
     [
-        (torch.float32, 1e-4, True),
-        (torch.float32, 1e-3, False),
-        (torch.bfloat16, 0.03, True),
-        (torch.bfloat16, 0.3, False),
+        (torch.float32, 2.4e-4, True),
+        (torch.float32, 2.5e-4, False),
+        (torch.bfloat16, 0.12, True),
+        (torch.bfloat16, 0.13, False),
     ],
     ids=str,
 )
@@ -453,11 +453,11 @@ def test_a_value_that_depends_on_its_position_is_found(
 @pytest.mark.parametrize(
     ("dtype", "off", "fine"),
     [
-        (torch.float32, 1e-5, True),
-        (torch.float32, 1e-4, False),
+        (torch.float32, 6.0e-5, True),
+        (torch.float32, 6.2e-5, False),
         (torch.float32, math.nan, False),
-        (torch.bfloat16, 0.01, True),
-        (torch.bfloat16, 0.1, False),
+        (torch.bfloat16, 0.03, True),
+        (torch.bfloat16, 0.035, False),
     ],
     ids=str,
 )
@@ -602,6 +602,39 @@ def test_keys_and_values_are_compared_each_by_its_own_norm(wrong: str) -> None:
 def _channels_of_page(offset: int) -> TiledStrides:
     """Keys or values of one head, token and channel."""
     return TiledStrides((1, 1, 1), offset, 2, 1, 2, 2, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "fine"), [(0.25, True), (0.2501, False), (0.0, True), (math.nan, False)]
+)
+def test_a_deviation_is_allowed_up_to_what_rounding_does(found: float, fine: bool) -> None:
+    if fine:
+        passes.require_equal("a pass", found, 0.25)
+        return
+    with pytest.raises(
+        UnsupportedModelError,
+        match=rf"^a pass does not reproduce this model's own forward \(off by {found:.2g} of its "
+        r"norm, allowed 0\.25\)$",
+    ):
+        passes.require_equal("a pass", found, 0.25)
+
+
+@pytest.mark.parametrize(("off", "fine"), [(0.9e-4, True), (1.1e-4, False)])
+def test_scores_may_be_off_by_rounding_only(
+    off: float, fine: bool, model: Loaded, monkeypatch: Patch
+) -> None:
+    """Sums as well as peaks, each by itself."""
+    scores = cpu.token_scores
+    for wrong in (False, True):
+
+        def inexact(*given: Any, wrong: bool = wrong) -> torch.Tensor:
+            return scores(*given) * (1 + off * (given[7] is wrong))
+
+        monkeypatch.setattr(cpu, "token_scores", inexact)
+        if fine:
+            prove(model)
+        else:
+            assert "are not the attention that queries pay them (off by 0.00011" in refusal(model)
 
 
 # What no proof covers.
