@@ -51,8 +51,8 @@ from vllm_segreuse.plan import (
 from vllm_segreuse.policies import POLICIES, Situation
 from vllm_segreuse.prefill import checks, programs, rows
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.proofs import passes
-from vllm_segreuse.prefill.proofs.causal import check_attention
+from vllm_segreuse.prefill.proofs import causal, passes
+from vllm_segreuse.prefill.proofs.causal import check_attention, check_split_keys
 from vllm_segreuse.prefill.proofs.rotations import prove_rotation, prove_value
 from vllm_segreuse.prefill.states import BoundaryStates
 
@@ -828,6 +828,25 @@ def test_attention_may_be_off_by_a_share_of_itself(
             r"\(off by 0\.00011\)",
             refusal(model),
         )
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("splits", ["0", "1"])
+def test_only_sinks_on_a_cpu_whose_keys_are_divided_are_refused(
+    splits: str, on_cpu: bool, sinks: bool, monkeypatch: Patch
+) -> None:
+    impl = SimpleNamespace(sinks=torch.zeros(2) if sinks else None)
+    impl.get_impl_variants = lambda: [impl]
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    monkeypatch.setattr(causal, "current_platform", platform)
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", splits)
+    layers: Any = {"a": SimpleNamespace(impl=impl)}
+    if sinks and on_cpu and splits == "1":
+        with pytest.raises(RefusedError, match="set VLLM_CPU_ATTN_SPLIT_KV=0"):
+            check_split_keys(layers)
+    else:
+        check_split_keys(layers)
 
 
 @FORMATS

@@ -15,6 +15,7 @@ from vllm_segreuse.kernels import page_tokens
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.plan import Boundary, Fate, Gather, PlanOutcome, Probed, ReusePlan
 from vllm_segreuse.prefill import drift as module
+from vllm_segreuse.prefill.outcomes import Ended
 
 LATE = {"program": Probed(Gather.SUM_AND_LAST, first_layer=2), "top_k": 5}
 
@@ -123,6 +124,26 @@ def test_where_drift_is_not_measured_no_bound_is_exceeded(
         [],
         [(None, False)],
     )
+
+
+@pytest.mark.parametrize(
+    ("fine", "drift", "too_far"),
+    [
+        (True, 2.0, False),
+        (True, 2.001, True),
+        (True, 1.9, False),
+        (True, math.nan, False),
+        (False, 9.0, False),  # computed in full for another reason
+    ],
+)
+def test_a_drift_of_just_its_bound_is_not_too_far(fine: bool, drift: float, too_far: bool) -> None:
+    one = plan("one", 10, **LATE)
+    one.max_drift = 2.0
+    ended = Ended(one, fine, 5, drift, ())
+    assert ended.is_too_far is too_far
+    assert ended.outcome(None)[0].in_full is too_far
+    assert ended.wants_positions is False
+    assert Ended(replace(one, explains=True), fine, 5, drift, ()).wants_positions
 
 
 def test_a_spoilt_plan_has_no_drift(monkeypatch: pytest.MonkeyPatch) -> None:
