@@ -23,6 +23,7 @@ from vllm_segreuse.plan import (
     Fate,
     Fixed,
     Gather,
+    Halo,
     ModelLayers,
     Pieces,
     PlanOutcome,
@@ -35,6 +36,7 @@ from vllm_segreuse.plan import (
     Stock,
     TierDone,
     fates_of,
+    for_similar,
     second_round,
     staged,
 )
@@ -480,3 +482,69 @@ def test_orders_are_sent_if_there_are_any(field: str) -> None:
     assert not orders
     some: Any = ["a"] if field == "forget" else {"a": None}
     assert replace(orders, **{field: some})
+
+
+FOUND = Pieces.from_table([(START + 2, 4, 70, 0, 30), (START + 7, 2, 71, 0, 90)], is_similar=True)
+
+
+def with_halo(halo: Halo, program: Program = PROGRAMS[0], pieces: Pieces = FOUND) -> Recipe:
+    recipe = Recipe.of(program, fates_of(mask(NEW), mask({6, 9})), int(program.chooses))
+    return for_similar(recipe, halo, pieces, START, START + 10)
+
+
+@pytest.mark.parametrize("program", [Fixed(), Boundary()], ids=str)
+def test_the_halos_of_similar_segments_are_computed_and_compared_if_there_is_a_bound(
+    program: Program,
+) -> None:
+    bounded = with_halo(Halo(2, 0.5), program)
+    assert positions(bounded.always) == [0, 1, 2, 3, 6, 7, 8, 9]
+    check = bounded.program.check
+    assert check is not None
+    assert (check.halo_tokens, check.max_drift) == (2, 0.5)
+    assert (check.first.tolist(), check.stop.tolist()) == ([2, 7], [6, 9])
+    free = with_halo(Halo(2, None), program)
+    assert positions(free.always) == positions(bounded.always)
+    assert free.program.check is None
+
+
+def test_where_no_halo_is_asked_for_or_nothing_is_similar_nothing_changes() -> None:
+    equal = Pieces.from_table(FOUND.rows())
+    for changed in (with_halo(Halo(0, 0.5)), with_halo(Halo(3, 0.5), pieces=equal)):
+        assert positions(changed.always) == sorted(NEW)
+        assert changed.program.check is None
+
+
+def test_of_segments_that_are_all_computed_nothing_is_left_to_be_rejected() -> None:
+    """Also where the last of their tokens is chosen whatever its score."""
+    whole = with_halo(Halo(4, 0.5))
+    assert whole.always.all()
+    assert whole.program.check is None
+    assert with_halo(Halo(3, 0.5)).program.check is not None
+    chosen = with_halo(Halo(3, 0.5), Boundary())
+    assert (chosen.settled.all(), chosen.program.check) == (True, None)
+
+
+def test_the_tail_is_left_to_vllm_where_nothing_depends_on_it() -> None:
+    fates = fates_of(mask(NEW), mask({6, 9}))
+    assert Recipe.of(Fixed(), fates).may_leave_tail
+    assert not Recipe.of(Fixed(1), fates).may_leave_tail
+    assert not Recipe.of(Boundary(), fates, 2).may_leave_tail
+    assert not with_test().recipe.may_leave_tail
+
+
+def test_workers_report_what_only_they_know() -> None:
+    assert [it for it in PROGRAMS if it.reports] == [SUM, MAX, ABOVE]
+    assert [it for it in PROGRAMS if it.measures_drift] == [SUM, MAX]
+    assert replace(Fixed(), check=SIMILAR).reports
+
+
+def test_a_recipe_of_the_first_tokens() -> None:
+    whole = Recipe.of(Boundary(), fates_of(mask(NEW), mask({6})), 3)
+    first = whole.up_to(7)
+    assert (first.program, first.top_k) == (Boundary(), 3)
+    assert first.fates.tolist() == whole.fates[:7].tolist()
+
+
+def test_only_layers_before_the_last_give_scores() -> None:
+    assert ModelLayers.of_full_attention(5).scored == (0, 1, 2, 3)
+    assert ModelLayers.of_full_attention(1).scored == ()
