@@ -126,6 +126,13 @@ FITS: dict[str, Callable[..., tuple]] = {
         dataclasses.replace(moves, cos=torch.ones(7, 1), sin=torch.zeros(7, 1)),
     ),
     "keys alone": lambda pages, parts, moves: (pages, parts[:1], moves),
+    "one layer": lambda pages, parts, moves: (pages[:1], parts, moves),
+    "one layer that is read elsewhere": lambda pages, parts, moves: (
+        pages[:1],
+        parts,
+        moves,
+        [pages[0].clone()],
+    ),
 }
 
 
@@ -380,6 +387,19 @@ def test_nothing_to_attend_or_to_score_needs_nothing_else() -> None:
     assert (scores.tolist(), scores.dtype) == ([0.0, 0.0, 0.0], torch.float32)
     scores = cpu.token_scores(torch.zeros(1, 4, 32), none, none, none, none, 0, 0.0)
     assert (scores.tolist(), scores.dtype) == ([], torch.float32)
+
+
+@needs_library
+def test_one_query_is_enough() -> None:
+    given = good_attention()
+    one = {name: given[name][:1] for name in ("out", "query", "request", "positions")}
+    cpu.sparse_attention(**given | one)
+    assert one["out"].all()
+    assert not given["out"][1:].any()
+    asked = good_scores()
+    one = {name: asked[name][:1] for name in ("query", "positions")}
+    scores = cpu.token_scores(**asked | one)
+    assert (scores > 0).tolist() == [True] * 5 + [False] * 27
 
 
 @needs_library

@@ -150,6 +150,7 @@ def test_splits_divide_what_is_left_behind_common_keys(monkeypatch: pytest.Monke
         (torch.bfloat16, 128, 1, 4, Tuning(16, 64, 4, 3)),
         (torch.bfloat16, 128, 9, 4, Tuning(64, 64, 4, 3)),
         (torch.float16, 256, 64, 4, Tuning(64, 32, 4, 3)),
+        (torch.float16, 129, 64, 4, Tuning(64, 32, 4, 3)),
         (torch.float32, 64, 64, 4, Tuning(32, 16, 8, 2)),
         (torch.float32, 64, 1, 2, Tuning(16, 16, 4, 2)),
         (torch.float32, 64, 1, 40, Tuning(64, 16, 8, 2)),  # a group must fit in a tile
