@@ -88,7 +88,7 @@ def test_queries_may_be_of_another_type_than_fp8_pages_only(
 
 
 def test_runs_of_16_tokens_are_rows_but_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel is ours it is as fast there; rows it is where there is none."""
+    """There the library is as fast for long runs; without it, long runs are rows, too."""
     pytest.importorskip("triton")
     monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
