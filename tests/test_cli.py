@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-segreuse`: vLLM's own `serve` with the flag in its place, and the other commands."""
 
+import argparse
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 
 import vllm_segreuse
 from segreuse_tools import cli
+from segreuse_tools.command_line import number
 from segreuse_tools.commands import calibrate, kb
 from vllm_segreuse.config.launch import names_connector, resolve_flags
 from vllm_segreuse.engine import version
@@ -123,8 +125,31 @@ def test_other_commands_get_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
+    ("parsed", "text", "why"),
+    [
+        (number(int, 2), "1", "1 is not a number from 2 on"),
+        (number(int, 1, 1024), "1025", "1025 is not between 1 and 1024"),
+        (number(float, 0, 0.5), "-0.1", "-0.1 is not between 0 and 0.5"),
+        (number(float, 0), "inf", "inf is not a number from 0 on"),
+        (number(float, 0), "nan", "nan is not a number from 0 on"),
+    ],
+)
+def test_numbers_out_of_bounds_are_told_the_bounds(parsed: Any, text: str, why: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        parsed(text)
+    assert str(refused.value) == why
+
+
+def test_bounds_of_numbers_are_included() -> None:
+    assert [number(int, 2)("2"), number(int, 1, 9)("9"), number(float, 0)("0")] == [2, 9, 0.0]
+
+
+@pytest.mark.parametrize(
     ("command", "library", "extra"),
-    [("kb", "httpx", "kb"), ("explain", "rich", "kb"), ("doctor", "vllm", "cpu")],
+    [
+        *(("kb", "httpx", "kb"), ("explain", "rich", "kb"), ("doctor", "vllm", "cpu")),
+        ("estimate", "torch", "cpu"),
+    ],
 )
 def test_a_command_says_which_library_it_lacks(
     command: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch

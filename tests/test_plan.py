@@ -2,6 +2,7 @@
 """What a plan says of itself, counted by hand."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,11 @@ import numpy as np
 import pytest
 
 from vllm_segreuse.plan import (
+    TO_THE_END,
     AcceptanceOutcome,
+    AuditDone,
+    AuditOrders,
+    AuditResult,
     BoolArray,
     Boundary,
     Check,
@@ -18,16 +23,20 @@ from vllm_segreuse.plan import (
     Fate,
     Fixed,
     Gather,
+    Halo,
     ModelLayers,
     Pieces,
     PlanOutcome,
     Probed,
     Program,
     Recipe,
+    Restoration,
     ReusePlan,
     Staged,
     Stock,
+    TierDone,
     fates_of,
+    for_similar,
     second_round,
     staged,
 )
@@ -331,3 +340,211 @@ def test_more_tokens_may_be_computed_than_a_policy_asks_for(program: Program) ->
     assert positions(more.probes) == again, "who is computed once stands before the probes"
     every = Recipe.of(ABOVE, fates_of(mask(NEW), mask({6, 9})), top_k=6)
     assert every.also(mask({3, 7, 8})).top_k == 3, "no more than are left"
+
+
+NUMBER = 7
+
+
+def restoring(is_restored: bool | None = None, **changes: Any) -> ReusePlan:
+    """Two blocks of four tokens, from which the plan begins."""
+    pieces = Pieces.from_table([(0, 4, 90, 0, 0), (4, 4, 91, 0, 4)])
+    restoration = Restoration(NUMBER, pieces, np.arange(50, 58, dtype=np.int32))
+    return replace(plan(), restoration=restoration, is_restored=is_restored, **changes)
+
+
+def test_a_plan_begins_where_it_restores() -> None:
+    assert (plan().begin, plan().num_restored, plan().num_supplied) == (START, 0, 10)
+    assert plan().copied.rows() == plan().pieces.rows()
+    one = restoring()
+    assert (one.begin, one.num_restored, one.num_supplied) == (0, 8, 18)
+    assert one.copied.rows() == [
+        [0, 4, 90, 0, 0],
+        [4, 4, 91, 0, 4],
+        [10, 4, 70, 0, 30],
+        [15, 2, 71, 0, 90],
+    ]
+    assert [one.restores(number) for number in (6, NUMBER, 8)] == [False, True, False]
+    assert not plan().restores(0)
+
+
+@pytest.mark.parametrize(
+    ("is_restored", "exact", "known"),
+    [(None, START, 0), (True, START, START), (False, 0, 0)],
+)
+def test_what_is_restored_is_exact_once_it_is_known_to_be_in_place(
+    is_restored: bool | None, exact: int, known: int
+) -> None:
+    one = restoring(is_restored)
+    assert (one.exact_until, one.known_exact_until) == (exact, known)
+    other = replace(plan(), is_restored=is_restored)
+    assert (other.exact_until, other.known_exact_until) == (START, START)
+
+
+def test_a_plan_that_only_restores_leaves_nothing_behind_it_inexact() -> None:
+    alone = restoring(True, stop=START)
+    assert (alone.exact_until, alone.known_exact_until) == (TO_THE_END, TO_THE_END)
+    assert restoring(None, stop=START).known_exact_until == 0
+
+
+def test_a_spread_plan_supplies_the_token_behind_it_too() -> None:
+    assert restoring(spread=True).num_supplied == 18
+    assert restoring(spread=True, next_token=99).num_supplied == 19
+    assert restoring(next_token=99).num_supplied == 18
+
+
+@pytest.mark.parametrize(
+    ("changes", "block_size", "named"),
+    [
+        ({}, 4, 4),
+        ({}, 20, 0),
+        ({}, 8, None),
+        ({"next_token": None}, 4, None),
+        ({"next_token": None}, 19, None),
+        ({"spread": False}, 4, None),
+    ],
+)
+def test_the_block_that_ends_with_the_token_behind_a_spread_plan_is_named_early(
+    changes: dict[str, Any], block_size: int, named: int | None
+) -> None:
+    """That token is the twentieth of the prompt."""
+    one = replace(plan(), start=9, stop=19, **{"spread": True, "next_token": 99} | changes)
+    assert one.named_early(block_size) == named
+
+
+def test_without_copies_all_is_computed_and_what_is_restored_too() -> None:
+    whole = restoring(explains=True).without_copies()
+    assert (whole.start, whole.stop, whole.begin, whole.num_restored) == (0, 18, 0, 0)
+    assert whole.token_ids.tolist() == [*range(50, 58), *range(10)]
+    assert whole.restores(NUMBER)
+    assert whole.restoration is not None
+    assert (len(whole.restoration.pieces), whole.restoration.num_tokens) == (0, 0)
+    assert whole.recipe.always.tolist() == [True] * 18
+    assert (whole.reports, plan().reports, plan().without_copies().reports) == (True, False, True)
+    assert plan().without_copies().recipe.always.all()
+
+
+def test_another_recipe_probes_the_token_behind_if_its_program_does() -> None:
+    one = replace(plan(), token_at_stop=42)
+    for program, token in ((SUM, 42), (Boundary(), 42), (Deviation(1), None)):
+        recipe = Recipe.of(program, fates_of(mask(NEW), mask({6, 9})), 2)
+        assert one.computed_by(recipe).next_token == token
+        assert one.computed_by(recipe).reports == program.reports
+    assert one.computed_by(one.recipe).next_token is None
+
+
+def test_the_share_of_the_work_is_that_of_full_prefill_behind_the_prefix_hit() -> None:
+    """Of 20 tokens 12 are behind the hit; the last two are computed by vLLM."""
+    assert plan().computed_share(MODEL, 20) == (4 + 2) / 12
+    assert plan().computed_share(MODEL, 20, prefix=0) == (4 + 2) / 20
+    assert restoring().computed_share(MODEL, 20) == (4 + 2) / 20
+    assert plan().computed_share(MODEL, 18) == round(4 / 10, 4)
+    in_full = PlanOutcome(4, in_full=True)
+    assert plan().computed_share(MODEL, 20, in_full) == round((4 + 10 + 2) / 12, 4)
+    tested = PlanOutcome(4, acceptance=AcceptanceOutcome((0.7,), added=2, again=3))
+    assert plan().computed_share(MODEL, 20, tested) == (4 + 3 + 2) / 12
+    chosen = plan(Deviation(1), top_k=3)
+    assert chosen.computed_share(MODEL, 18) == (10 + 4 * 7) / 50
+    assert chosen.computed_share(MODEL, 18, PlanOutcome(4 + 1)) == (10 + 4 * 5) / 50
+
+
+def test_which_tokens_are_computed_again_is_known_unless_some_are_chosen() -> None:
+    found = plan(again={2, 7}).recomputed_positions
+    assert found is not None
+    assert (found.tolist(), found.dtype) == ([START + 2, START + 7], np.int32)
+    every = plan(Boundary(), top_k=6).recomputed_positions
+    assert every is not None
+    assert every.tolist() == [START + at for at in (2, 3, 4, 5, 7, 8)]
+    assert plan(Boundary(), top_k=5).recomputed_positions is None
+
+
+def test_segments_to_choose_of_have_a_token_that_may_be_chosen() -> None:
+    assert plan(Boundary(), top_k=2).num_segments_to_choose_of == 2
+    assert plan(Boundary(), again={7, 8}, top_k=2).num_segments_to_choose_of == 1
+    assert plan().num_segments_to_choose_of == 0
+    nothing = replace(plan(Boundary(), top_k=2), pieces=Pieces.from_table([]))
+    assert nothing.num_segments_to_choose_of == 0
+
+
+def test_reports_of_ranks_and_steps_are_put_together() -> None:
+    one = TierDone(Counter({3: 1}), {3}, {(3, 0)}, set())
+    other = TierDone(Counter({3: 1, 4: 2}), set(), {(4, 1)}, {4})
+    both = TierDone(Counter({3: 2, 4: 2}), {3}, {(3, 0), (4, 1)}, {4})
+    assert one.merged(other) == other.merged(one) == both
+    assert [bool(it) for it in (TierDone(), one)] == [False, True]
+    first, second = AuditResult(0.1, 3, 4), AuditResult(0.2, 4, 4)
+    audits = AuditDone({"a": first}).merged(AuditDone({"b": second}))
+    assert audits.results == {"a": first, "b": second}
+
+
+@pytest.mark.parametrize("field", ["record", "compare", "forget"])
+def test_orders_are_sent_if_there_are_any(field: str) -> None:
+    orders = AuditOrders()
+    assert not orders
+    some: Any = ["a"] if field == "forget" else {"a": None}
+    assert replace(orders, **{field: some})
+
+
+FOUND = Pieces.from_table([(START + 2, 4, 70, 0, 30), (START + 7, 2, 71, 0, 90)], is_similar=True)
+
+
+def with_halo(halo: Halo, program: Program = PROGRAMS[0], pieces: Pieces = FOUND) -> Recipe:
+    recipe = Recipe.of(program, fates_of(mask(NEW), mask({6, 9})), int(program.chooses))
+    return for_similar(recipe, halo, pieces, START, START + 10)
+
+
+@pytest.mark.parametrize("program", [Fixed(), Boundary()], ids=str)
+def test_the_halos_of_similar_segments_are_computed_and_compared_if_there_is_a_bound(
+    program: Program,
+) -> None:
+    bounded = with_halo(Halo(2, 0.5), program)
+    assert positions(bounded.always) == [0, 1, 2, 3, 6, 7, 8, 9]
+    check = bounded.program.check
+    assert check is not None
+    assert (check.halo_tokens, check.max_drift) == (2, 0.5)
+    assert (check.first.tolist(), check.stop.tolist()) == ([2, 7], [6, 9])
+    free = with_halo(Halo(2, None), program)
+    assert positions(free.always) == positions(bounded.always)
+    assert free.program.check is None
+
+
+def test_where_no_halo_is_asked_for_or_nothing_is_similar_nothing_changes() -> None:
+    equal = Pieces.from_table(FOUND.rows())
+    for changed in (with_halo(Halo(0, 0.5)), with_halo(Halo(3, 0.5), pieces=equal)):
+        assert positions(changed.always) == sorted(NEW)
+        assert changed.program.check is None
+
+
+def test_of_segments_that_are_all_computed_nothing_is_left_to_be_rejected() -> None:
+    """Also where the last of their tokens is chosen whatever its score."""
+    whole = with_halo(Halo(4, 0.5))
+    assert whole.always.all()
+    assert whole.program.check is None
+    assert with_halo(Halo(3, 0.5)).program.check is not None
+    chosen = with_halo(Halo(3, 0.5), Boundary())
+    assert (chosen.settled.all(), chosen.program.check) == (True, None)
+
+
+def test_the_tail_is_left_to_vllm_where_nothing_depends_on_it() -> None:
+    fates = fates_of(mask(NEW), mask({6, 9}))
+    assert Recipe.of(Fixed(), fates).may_leave_tail
+    assert not Recipe.of(Fixed(1), fates).may_leave_tail
+    assert not Recipe.of(Boundary(), fates, 2).may_leave_tail
+    assert not with_test().recipe.may_leave_tail
+
+
+def test_workers_report_what_only_they_know() -> None:
+    assert [it for it in PROGRAMS if it.reports] == [SUM, MAX, ABOVE]
+    assert [it for it in PROGRAMS if it.measures_drift] == [SUM, MAX]
+    assert replace(Fixed(), check=SIMILAR).reports
+
+
+def test_a_recipe_of_the_first_tokens() -> None:
+    whole = Recipe.of(Boundary(), fates_of(mask(NEW), mask({6})), 3)
+    first = whole.up_to(7)
+    assert (first.program, first.top_k) == (Boundary(), 3)
+    assert first.fates.tolist() == whole.fates[:7].tolist()
+
+
+def test_only_layers_before_the_last_give_scores() -> None:
+    assert ModelLayers.of_full_attention(5).scored == (0, 1, 2, 3)
+    assert ModelLayers.of_full_attention(1).scored == ()

@@ -165,7 +165,7 @@ def one_line(error: Exception) -> str:
     errors: Any = getattr(error, "errors", None)
     text = errors()[0]["msg"] if callable(errors) else str(error) or type(error).__name__
     text = text.removeprefix("Value error, ").partition(" Supported architectures:")[0]
-    return textwrap.shorten(text, _LINE_CHARACTERS, placeholder=" ...").rstrip(".: ")
+    return textwrap.shorten(text.rstrip(".: \n"), _LINE_CHARACTERS, placeholder=" ...")
 
 
 def _versions() -> dict[str, str]:

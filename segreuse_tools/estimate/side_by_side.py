@@ -46,7 +46,7 @@ class SideBySide:
     def __init__(self, setting: GainSetting, processes: int | None = None) -> None:
         most = len(os.sched_getaffinity(0)) if processes is None else processes
         self._setting = setting
-        self._parts = max(1, min(most, len(setting.cache_tokens)))
+        self._parts = min(most, len(setting.cache_tokens))
         self._others: list[_Other] = []
         self._waiting: list[PromptTokens] = []
         self.own = Simulation(setting)

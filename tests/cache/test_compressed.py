@@ -258,7 +258,9 @@ def test_an_evicted_one_returns_when_its_name_is_given(pool: FrozenPool) -> None
 # Orders.
 
 
-@pytest.mark.parametrize("value", [[0, 0, 1], [2, 5, 0], [2, 5, 4], [-1, 5, 1], [1, 2], "x"])
+@pytest.mark.parametrize(
+    "value", [[0, 0, 1], [5, 2, 1], [2, 5, 0], [2, 5, 4], [-1, 5, 1], [1, 2], "x"]
+)
 def test_what_is_no_order_to_score_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r".+"):
         ScoreOrder.parse(value)
@@ -270,7 +272,18 @@ def test_what_is_no_order_to_copy_is_refused(kept: list[int]) -> None:
         CopyOrder.parse([[7, 8, 9, 10], kept])
 
 
-@pytest.mark.parametrize("one", [ScoreOrder(1, 9, 4), CopyOrder([7, 8, 9], [0, 2])])
+@pytest.mark.parametrize(
+    "one",
+    [
+        ScoreOrder(1, 9, 4),
+        ScoreOrder(0, 1, 1),
+        ScoreOrder(3, 9, 6),
+        CopyOrder([7, 8, 9], [0, 2]),
+        CopyOrder([7], [0]),
+        AnchorOrder("a", 0, 1),
+        AnchorOrder("a", 3, 9),
+    ],
+)
 def test_an_order_survives_its_way(one: Any) -> None:
     parse: Callable[[Any], Any] = type(one).parse
     assert parse(one.encode()) == one

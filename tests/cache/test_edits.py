@@ -121,6 +121,22 @@ def test_behind_evicted_blocks_nothing_is_known() -> None:
     assert edit(index, SYSTEM + TURN + MORE + [7], len(SYSTEM)) is None
 
 
+def test_of_moved_text_whose_blocks_are_in_no_index_nothing_is_known() -> None:
+    index = index_of(SYSTEM + THOUGHT + TURN + MORE)
+    prompt = prompt_of(SYSTEM + TURN + MORE + [7])
+    pieces = ContentFinder(index, 4).find(prompt, len(SYSTEM), len(prompt.tokens) - 1).pieces
+    assert edit_of(index, prompt, pieces, len(SYSTEM)) is not None
+    index.remove([int(pieces.block[0])])
+    assert edit_of(index, prompt, pieces, len(SYSTEM)) is None
+
+
+def test_text_that_stood_in_front_of_what_stays_is_no_edit() -> None:
+    """It is there once more: nothing was taken out in front of it."""
+    index = index_of(SYSTEM + TURN + MORE)
+    prompt = SYSTEM + TURN + text(9, 1) + SYSTEM + [7]
+    assert edit(index, prompt, len(SYSTEM + TURN)) is None
+
+
 @pytest.mark.parametrize("start", [0, 1, 4])
 def test_without_pieces_there_is_no_edit(start: int) -> None:
     index = SegmentIndex(4, SIZE)

@@ -11,9 +11,11 @@ import pytest
 from segreuse_extras.explain.reasons import (
     Reasons,
     Stretch,
+    Unused,
     explain,
     unexplored,
     with_acceptance,
+    with_left_behind,
     with_recomputed,
 )
 from vllm_segreuse.cache.forgotten import Forgotten, Why
@@ -271,3 +273,57 @@ def test_a_prompt_in_which_nothing_was_searched_for() -> None:
     prefix = {"start": 0, "tokens": 8, "source": "prefix"}
     assert unexplored(8, 20, "disabled") == [prefix, new(8, 12, "disabled")]
     assert unexplored(0, 20, "disabled") == [new(0, 20, "disabled")]
+
+
+LAST = new(11, 1, "last_token")
+
+
+@pytest.mark.parametrize(
+    ("start", "new_image", "behind"),
+    [
+        (0, None, [new(0, 11, "unknown")]),
+        (0, 7, [new(0, 7, "unknown"), new(7, 4, "new_image")]),
+        (0, 10, [new(0, 10, "unknown"), new(10, 1, "new_image")]),
+        (0, 11, [new(0, 11, "unknown")]),
+        (0, 0, [new(0, 11, "new_image")]),
+        (4, 2, [new(4, 7, "new_image")]),
+        (4, 4, [new(4, 7, "new_image")]),
+        (11, None, []),
+    ],
+)
+def test_text_from_an_image_on_that_is_new(
+    start: int, new_image: int | None, behind: list[Stretch]
+) -> None:
+    nothing = Pieces.from_table([], begins=True)
+    found = explain(nothing, start, 12, lambda start, stop: "unknown", new_image)
+    prefix = [{"start": 0, "tokens": start, "source": "prefix"}] if start else []
+    assert found == [*prefix, *behind, LAST]
+
+
+@pytest.mark.parametrize("exact", [0, 3])
+def test_what_an_earlier_turn_has_left_is_no_part_of_the_prefix(exact: int) -> None:
+    stretches = [{"start": 0, "tokens": 8, "source": "prefix"}, new(8, 3, "unknown"), LAST]
+    taken = {"start": exact, "tokens": 8 - exact, "source": "segment", "position": exact}
+    prefix = [{"start": 0, "tokens": exact, "source": "prefix"}] if exact else []
+    assert with_left_behind(stretches, exact) == [
+        *prefix,
+        taken | {"in_context": True, "recomputed": []},
+        *stretches[1:],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "reason"),
+    [(0, 8, "other"), (0, 9, "why"), (8, 9, "why"), (11, 20, "why"), (12, 20, "other")],
+)
+def test_only_text_that_was_found_is_unused(start: int, stop: int, reason: str) -> None:
+    pieces = Pieces.from_table([(8, 4, 3, 0, 0)], begins=True)
+    assert Unused(pieces, "why", lambda start, stop: "other")(start, stop) == reason
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [(SIZE - 1, "shorter_than_block"), (SIZE, "unknown")]
+)
+def test_text_of_a_block_may_be_found(tokens: int, reason: str, world: World) -> None:
+    found = world.explain([*range(300, 300 + tokens), 7], world.mine)
+    assert found[0] == new(0, tokens, reason)

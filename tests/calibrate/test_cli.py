@@ -123,6 +123,46 @@ def test_a_setting_that_only_suits_the_half_that_chose_it_is_not_written(
     assert "half that it was not chosen by" in captured.err
 
 
+def test_what_is_written_says_by_what(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out = run(tmp_path)
+    of_half = f"  0.110  0.0000   0.0000  0.0000  0.0000  1.000     {0.05 ** (1 / 60):.3f}   1.000"
+    assert out.read_text().splitlines() == [
+        f"# By vllm-segreuse calibrate on {tmp_path}/prompts.jsonl (120 prompts), model MODEL.",
+        f"# {'setting':48}   work      KL  at most  median     p90  first  at least  tokens",
+        f"# {'on the half it was chosen by':48}{of_half}",
+        f"# {'on the other half':48}{of_half}",
+        "policy: focus",
+        "recompute_ratio: 0.01",
+    ]
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"  {'on the prompts it was not chosen by':48}{of_half}",
+        "drift is not measured by this policy",
+        f"written to {out}: vllm-segreuse serve MODEL --segreuse-config {out}",
+    ]
+
+
+def test_why_nothing_is_written_is_said_with_the_bounds(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    way_out = (
+        "more prompts narrow the bounds, --max-kl and --min-agreement move them, and --max-drift "
+        "computes in full what is far off\n"
+    )
+    run(tmp_path, count=21)
+    assert capsys.readouterr().err == (
+        "no setting kept the divergence at most 0.05 and the agreement at least 0.9 on the 10 "
+        f"prompts that it is chosen by (the table is of all); {way_out}"
+    )
+    model.bad_prompts = {"focus": {*range(1000 + COUNT // 2, 1000 + COUNT)}}
+    run(tmp_path)
+    assert capsys.readouterr().err == (
+        "the setting did not keep the bounds on the half that it was not chosen by, and is not "
+        f"written; {way_out}"
+    )
+
+
 def test_a_setting_that_does_not_suit_the_choosing_half_is_passed_over(
     model: Model, tmp_path: Path
 ) -> None:
@@ -241,6 +281,39 @@ def test_a_policy_that_measures_no_drift_is_written_without_max_drift(
     assert "drift is not measured by this policy" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("given", "most"), [(None, 128), (127, 128), (129, 129)])
+def test_the_engine_tells_as_many_probabilities_as_are_compared(
+    given: int | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr("vllm.LLM", lambda **options: started.append(options))
+    arguments = [] if given is None else ["--max-logprobs", str(given)]
+    loaded_model.start(loaded_model.arguments_of(str(tmp_path), arguments))
+    [options] = started
+    assert (options["model"], options["max_logprobs"]) == (str(tmp_path), most)
+    of_reuse = options["kv_transfer_config"].kv_connector_extra_config
+    assert of_reuse == {"max_provenance_depth": 0, "min_reused_tokens": 1}
+
+
+@pytest.mark.parametrize(("vocabulary", "compared"), [(127, 127), (128, 128), (129, 128)])
+def test_so_many_of_the_likeliest_tokens_are_compared(vocabulary: int, compared: int) -> None:
+    asked: list[Any] = []
+
+    def generate(prompts: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+        asked.append((prompts, sampling.logprobs, sampling.max_tokens, sampling.extra_args))
+        said = Of(logprobs=[{1: Of(logprob=-0.5)}], token_ids=[1])
+        return [Of(outputs=[said], kv_transfer_params=None)]
+
+    config = Of(get_vocab_size=lambda: vocabulary)
+    llm = Of(generate=generate, llm_engine=Of(model_config=config))
+    assert trials.answer(llm, [1, 2], {}) == trials.MeasuredAnswer({1: -0.5}, [1], {})
+    trials.answer(llm, [1, 2], {"a": 1}, max_tokens=1, salt="s")
+    assert asked == [
+        ([{"prompt_token_ids": [1, 2]}], compared, 8, None),
+        ([{"prompt_token_ids": [1, 2], "cache_salt": "s"}], compared, 1, {"a": 1}),
+    ]
+
+
 def test_options_of_the_server_are_taken(tmp_path: Path) -> None:
     given = ["--segreuse", "--port", "8000", "--max-model-len", "64"]
     assert loaded_model.arguments_of(str(tmp_path), given).max_model_len == 64
@@ -270,6 +343,30 @@ def test_limits_that_are_none_are_refused(
         run(tmp_path, *options)
     assert ended.value.code == 2
     assert model.asked == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(("--max-kl", "0"), ("--max-kl", "inf"), ("--target-kl", "0"), ("--target-kl", "inf")),
+        *(("--min-agreement", "0"), ("--min-agreement", "0.999")),
+    ],
+)
+def test_limits_may_be_as_small_and_as_large_as_any(
+    model: Model, tmp_path: Path, options: tuple[str, str]
+) -> None:
+    run(tmp_path, *options, count=2)
+    assert model.asked
+
+
+def test_limits_that_are_not_given_are_those_of_the_help(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.bad_prompts, model.drifts = {"focus": changed(every=5)}, True
+    run(tmp_path)
+    by_default = capsys.readouterr()
+    run(tmp_path, "--max-kl", "0.05", "--min-agreement", "0.9", "--target-kl", "0.1")
+    assert capsys.readouterr() == by_default
 
 
 def test_an_agreement_that_nothing_proves_is_refused(

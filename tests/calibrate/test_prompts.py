@@ -61,9 +61,19 @@ A, B, C = ("".join(chr(first + i) for i in range(40)) for first in (100, 200, 30
         ([[A + "!", C]], [A], ["P" + C + A]),
         ([[C], [A, B]], [A, B], ["P" + C + A, "P" + C + B]),
         ([[A[:15] + "!"]], [A], ["P" + A[:15] + "!" + A]),
+        ([[A[:16] + "!"]], [A], ["Py" + A]),
         ([["y"]], [A, "y"], [A[::-1] + A, A[::-1] + "y"]),
     ],
-    ids=["alike", "last", "first", "begins-so", "further-off", "less-than-a-block", "made-up"],
+    ids=[
+        "alike",
+        "last",
+        "first",
+        "begins-so",
+        "further-off",
+        "less-than-a-block",
+        "a-block",
+        "made-up",
+    ],
 )
 def test_contexts_do_not_begin_as_the_prompt_does(tmp_path, others, own, told):
     lines = [{"prefix": "P", "segments": it, "suffix": "y"} for it in others]

@@ -6,11 +6,13 @@ from random import Random
 
 import pytest
 
-from segreuse_tools.calibrate import search
+from segreuse_tools.calibrate import search, verdict_table
 from segreuse_tools.calibrate.search import (
+    Setting,
     Trial,
     Verdict,
     agreement,
+    cheapest,
     choose,
     divergence,
     halves,
@@ -169,3 +171,95 @@ def test_no_prompt_both_chooses_and_checks(count):
 
 def test_the_most_likely_token_is_the_largest():
     assert most_likely({5: -3.0, 7: -0.1, 9: -2.0}) == 7
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_one_half_chooses(count):
+    """Of settings that one half likes and the other does not, the first half's is taken."""
+    good, bad = Trial(0.0, 1.0, 0.1), Trial(1.0, 0.0, 0.1)
+    settings = [
+        Setting({"policy": "a"}, [bad] * 30 + [good] * 30),
+        Setting({"policy": "b"}, [good] * 30 + [bad] * 30),
+    ]
+    assert cheapest(settings[::-1] * count, 0.1, 0.9) == 0
+    assert cheapest(settings * count, 0.1, 0.9) == 1
+    assert cheapest(settings[:1], 0.1, 0.9) is None
+
+
+def test_nothing_is_judged_by_no_trials():
+    with pytest.raises(ValueError, match="no trials"):
+        judge([])
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "without similar text"),
+        ({"policy": "focus", "recompute_ratio": 0.1}, "focus recompute_ratio=0.1"),
+        (
+            {"policy": "shift", "similarity": {"threshold": 0.5, "w_exact": {"2": 0, "all": 8}}},
+            "shift threshold=0.5 w_exact={2: 0, all: 8}",
+        ),
+    ],
+)
+def test_settings_are_named_by_their_options(options, name):
+    assert verdict_table.name_of(options) == name
+
+
+TABLE = """\
+KL: divergence of the first token from full prefill, in nats, by its 128 likeliest tokens and the \
+rest together; first: share of prompts with the same first token; tokens: share of greedy tokens \
+that are the same. Bounds are at 95 %.
+  setting                                            work      KL  at most  median     p90  first  \
+at least  tokens
+  focus                                             0.200  0.0250   0.0500  0.0000  0.0000  1.000  \
+   0.900   1.000
+* shift                                             0.100  0.0050   0.0100  0.0000  0.0000  1.000  \
+   0.950   1.000"""
+
+
+def test_the_table_of_settings():
+    rows = [("focus", verdict(0.05, 0.9, 0.2)), ("shift", verdict(0.01, 0.95, 0.1))]
+    assert "\n".join(verdict_table.table(rows, 1)) == TABLE
+    unmarked = TABLE.replace("* shift", "  shift")
+    assert "\n".join(verdict_table.table(rows, None)) == unmarked
+
+
+@pytest.mark.parametrize("length", [46, 47, 48, 60])
+def test_long_names_have_room(length):
+    lines = [*verdict_table.table([("x" * length, verdict(0.05, 0.9, 0.2))], 0)]
+    begins = max(48, length + 1) + 2
+    assert lines[1][begins:].startswith("   work      KL")
+    assert lines[2][begins:].startswith("  0.200  0.0250")
+    assert lines[2].startswith(f"* {'x' * length} ")
+
+
+def test_a_row_stands_below_its_header():
+    header = verdict_table.header()
+    row = verdict_table.row("name", Verdict(1.0, 22.5, 33.25, 4.0, 5.0, 0.5, 0.25, 0.125))
+    assert header.index("work") == len(f"{'':48}   ")
+    assert row == (
+        "name                                              1.000 22.5000  33.2500  4.0000  5.0000"
+        "  0.500     0.250   0.125"
+    )
+    assert len(row) == len(header)
+
+
+def test_the_file_says_where_it_is_from():
+    text = verdict_table.as_yaml({"policy": "shift", "dense_layers": 0.1}, ("one", "two"))
+    assert text == "# one\n# two\npolicy: shift\ndense_layers: 0.1\n"
+
+
+def test_what_drift_says():
+    drifting = [Trial(number / 10, 1.0, 0.1, drift=number) for number in (1, 2, 3, 4)]
+    assert verdict_table.about_drift(drifting, 0.1) == (
+        "drift has rank correlation 1.00 with KL; max_drift 1 is for a p90 of KL up to 0.1: on the "
+        "prompts it was not chosen by, p90 0.0000, 100.0% in full"
+    )
+    alike = [Trial(number / 10, 1.0, 0.1, drift=2.5) for number in (1, 2, 3, 4)]
+    assert verdict_table.about_drift(alike, 0.25) == (
+        "drift has rank correlation - with KL; max_drift 2.5 is for a p90 of KL up to 0.25: on the "
+        "prompts it was not chosen by, p90 0.4000, 0.0% in full"
+    )
+    unmeasured = [Trial(0.1, 1.0, 0.1)] * 4
+    assert verdict_table.about_drift(unmeasured, 0.1) == "drift is not measured by this policy"

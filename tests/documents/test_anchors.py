@@ -47,6 +47,7 @@ def test_without_anchors_the_config_says_nothing_of_them() -> None:
         (8, "must be a mapping with chunk_tokens, anchor_tokens, anchor_token, not 8"),
         ({"chunk_tokens": 4}, "must be a mapping with"),
         (SAID | {"chunk_tokens": 0}, r"\(0, 2\) tokens of a chunk and anchors"),
+        (SAID | {"anchor_tokens": 0}, r"\(4, 0\) tokens of a chunk and anchors: both must be pos"),
         (SAID | {"anchor_tokens": True}, "must be positive"),
         (SAID | {"anchor_tokens": 5}, "more anchors than tokens of a chunk: 5, 4"),
         (SAID | {"anchor_token": "<a>"}, "lacks {index}"),

@@ -56,12 +56,28 @@ def test_without_link_tokens_documents_may_follow_each_other() -> None:
         ({**CONFIG, "link_tokens": True}, "link_tokens=True"),
         ({**CONFIG, "max_documents": 0}, "max_documents=0"),
         ({**CONFIG, "max_documents": 65536}, "more than 65536 link tokens"),
+        ({**CONFIG, "max_documents": 32769}, "wants more than 65536 link tokens"),
+        ({**CONFIG, "max_documents": True}, "max_documents=True .* an integer from 1 to 65536"),
+        ({**CONFIG, "max_documents": 65537, "link_tokens": 0}, "max_documents=65537"),
+        ({**CONFIG, "link_tokens": 65537}, "link_tokens=65537 .* an integer from 0 to 65536"),
         ({**CONFIG, "document_end": ""}, "document_end=''"),
+        ({**CONFIG, "document_start": 7}, "document_start=7 in config.json must be a text"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(value: Any, reason: str) -> None:
     with pytest.raises(LayoutError, match=reason):
         Names.of_config(value)
+
+
+@pytest.mark.parametrize(
+    ("link_tokens", "max_documents"), [(0, 1), (0, 65536), (65536, 1), (2, 32768), (256, 256)]
+)
+def test_a_vocabulary_of_65536_link_tokens_is_the_most(
+    link_tokens: int, max_documents: int
+) -> None:
+    found = names(link_tokens=link_tokens, max_documents=max_documents)
+    assert found is not None
+    assert len(found.texts) == 2 + link_tokens * max_documents
 
 
 def test_a_token_that_the_tokenizer_lacks_is_named() -> None:

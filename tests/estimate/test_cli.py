@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from bench.shapes import make_model
 from segreuse_tools import cli as commands
 from segreuse_tools.commands import estimate as cli
 from segreuse_tools.estimate import comparison
 from segreuse_tools.estimate.comparison import Estimate, Row
+from segreuse_tools.estimate.prompt_rendering import Renderer
 from segreuse_tools.estimate.replay import replay
+from segreuse_tools.estimate.request_log import Logged
 from segreuse_tools.estimate.served_model import load_model
 from segreuse_tools.estimate.twins import Twin
 from tests.doctor import hub
@@ -278,6 +281,35 @@ def test_a_logged_answer_may_be_empty(rows: Any) -> None:
 
     assert most_blocks() > 4
     assert most_blocks(answer="") == 1
+
+
+def test_a_body_becomes_what_the_engine_gets() -> None:
+    model = load_model("estimate", str(make_model("llama")), [])
+    bodies: list[dict[str, Any]] = [
+        {"max_tokens": 9},
+        {"max_tokens": 5, "cache_salt": "s", "priority": 3, "prompt_logprobs": 2},
+        {"max_tokens": 4, "n": 2, "extra_keys": ["own"]},
+        {"max_tokens": 4, "vllm_xargs": {"segreuse_observe": True, "segreuse_policy": "epic"}},
+    ]
+    log = [Logged(f"log, line {n}", {"prompt": "Who?"} | it, 0.5) for n, it in enumerate(bodies)]
+    body = {"prompt": "Who?", "max_tokens": 3}
+    log += [Logged("log, line 9", body, answer=it) for it in ("He.", "It is signed by all.", "")]
+    found = Renderer(model.vllm_config, model.args, ["docs"], answer_tokens=5).render(log)
+    assert [one.where[-1] for one in found] == [*"01223999"]
+    assert [len(one.answer_ids) for one in found[:5]] == [5, 5, 4, 4, 4]
+    assert [one.time_s for one in found] == [0.5] * 5 + [None] * 3
+    encode = AutoTokenizer.from_pretrained(make_model("llama")).encode
+    known = [encode(text, add_special_tokens=False) for text in ("He.", "It is signed by all.")]
+    assert len(known[1]) > 3
+    assert [one.answer_ids for one in found[5:7]] == [known[0][:3], known[1][:3]]
+    unknown = [token for one in (*found[:5], found[7]) for token in one.answer_ids]
+    assert unknown == [*range(1 << 30, (1 << 30) + 23)], "none of them twice"
+    options = [one.extra_args for one in found]
+    assert options[0] == options[1] == options[5] == {"extra_keys": ["docs"]}
+    assert options[2] == options[3] == {"extra_keys": ["own"]}
+    assert options[4] == {"extra_keys": ["docs"], "segreuse_policy": "epic"}, "not observed"
+    asked = [(one.cache_salt, one.priority, one.prompt_logprobs) for one in found[:2]]
+    assert asked == [(None, 0, None), ("s", 3, 2)]
 
 
 def test_options_of_reuse_and_of_requests_count(rows: Any, tmp_path: Path) -> None:

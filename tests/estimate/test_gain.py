@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from segreuse_tools.estimate import gain
 from segreuse_tools.estimate.block_cache import BlockCache, BlockPool, Sent
 from segreuse_tools.estimate.component_cache import ComponentCache, Lru
-from segreuse_tools.estimate.cost_model import CostModel, Spread
+from segreuse_tools.estimate.cost_model import CostModel, Spread, measured
 from segreuse_tools.estimate.gain import PREFIX, GainSetting, Simulation, SizeRow
 from segreuse_tools.estimate.prompts import PromptTokens, Router
 from segreuse_tools.estimate.traces.request import Kind, PromptPart, tokens_of
 from segreuse_tools.estimate.work_left import PolicyWork
+from segreuse_tools.routing import DATA_PARALLEL_HEADER, data_parallel_headers
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.options.request import PolicyOptions
@@ -80,6 +84,13 @@ def test_what_was_used_last_longest_ago_goes() -> None:
     cache.use([("a", 40), ("c", 40)])
     assert [key in cache for key in "abc"] == [True, False, True]
     assert cache.used == 80
+
+
+@pytest.mark.parametrize(("capacity", "held"), [(80, [True, True]), (79, [False, True])])
+def test_a_cache_may_be_full_to_its_last_token(capacity: int, held: list[bool]) -> None:
+    cache = Lru(capacity)
+    cache.use([("a", 40), ("b", 40)])
+    assert [key in cache for key in "ab"] == held
 
 
 def test_a_component_is_known_at_any_position_and_a_prefix_only_at_its_own() -> None:
@@ -205,6 +216,39 @@ def test_short_matches_are_not_reused() -> None:
     assert (found.segment_tokens, found.left["shift"].computed) == (0, 171)
 
 
+@pytest.mark.parametrize(("tokens", "found"), [(127, 0), (128, 128), (129, 129)])
+def test_a_match_as_long_as_is_asked_for_is_reused(tokens: int, found: int) -> None:
+    cache = cached(1000)
+    cache.run(sent(*passages(1, tokens=tokens), question(1)))
+    again = sent(PromptPart(9, 21), *passages(1, tokens=tokens), question(2))
+    assert cache.run(again)[:2] == (0, found)
+
+
+@pytest.mark.parametrize(("behind", "reused"), [(0, 0), (1, 128)])
+def test_the_last_token_is_no_part_of_a_match(behind: int, reused: int) -> None:
+    cache = cached(1000)
+    cache.run(sent(*passages(1, tokens=128), question(1)))
+    other = [PromptPart(7, behind)] if behind else []
+    found = cache.run(sent(PromptPart(9, 16), *passages(1, tokens=128), *other))
+    assert found.left["shift"].reused == reused
+
+
+@pytest.mark.parametrize(("blocks", "is_copied"), [(27, True), (26, False)])
+def test_donors_stay_while_they_are_copied(blocks: int, is_copied: bool) -> None:
+    """Twelve blocks with the passage, and fifteen for the prompt that it is copied to."""
+    cache = cached(blocks)
+    cache.run(sent(*passages(1)))
+    found = cache.run(sent(PromptPart(90, 25), *passages(1)))
+    assert (found.segment_tokens > 0) is is_copied
+    assert found.fits
+    assert found.left["shift"].computed == (33 if is_copied else 225)
+
+
+@pytest.mark.parametrize(("answer", "fits"), [(8, True), (9, False)])
+def test_a_prompt_and_its_answer_may_fill_the_cache(answer: int, fits: bool) -> None:
+    assert cached(13).run(sent(*passages(1), answer=answer)).fits is fits
+
+
 def test_copied_blocks_take_room_and_do_not_donate() -> None:
     cache = cached(40)
     a = passages(1)
@@ -283,6 +327,54 @@ def test_the_tier_knows_what_a_cache_of_both_sizes_knows() -> None:
     assert small.tier_any_position_share is None
 
 
+def test_components_lose_sixteen_tokens_each_of_what_is_left() -> None:
+    a, b = passages(1, 2)
+    (row,) = simulated([prompt(SYSTEM, a, b), prompt(SYSTEM, b, a, question(1))], None)
+    total = 448 + 478
+    assert row.whole_prefix_share == pytest.approx(48 / total)
+    assert row.whole_any_position_share == pytest.approx(448 / total)
+    # The system prompt is a prefix; of both passages and the question this is computed.
+    assert row.whole_computed_share == pytest.approx((448 + 16 + 16 + 30) / total)
+    (row,) = simulated([prompt(SYSTEM, a, b)] * 2, None)
+    assert row.whole_prefix_share == row.whole_any_position_share == 0.5
+    assert row.whole_computed_share == pytest.approx((448 + 1) / 896), "but the last token"
+
+
+def test_text_has_no_components() -> None:
+    text = prompt(SYSTEM, *passages(1, 2))._replace(parts=None)
+    (row,) = simulated([text, text], None)
+    assert row.whole_prefix_share is row.whole_computed_share is None
+    assert row.prefix_share == pytest.approx(432 / 896)
+
+
+@pytest.mark.parametrize(("limit", "is_capped"), [(464, True), (480, False)])
+def test_a_cache_without_a_limit_that_was_full_is_said(
+    limit: int, is_capped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gain, "UNLIMITED_TOKENS", limit)
+    given = [prompt(*passages(number, tokens=240)) for number in (1, 2)]
+    unlimited, limited = simulated(given, None, 464)
+    assert (unlimited.is_capped, limited.is_capped) == (is_capped, False)
+
+
+def test_requests_that_do_not_fit_are_counted() -> None:
+    given = [prompt(question(1)), prompt(SYSTEM), prompt(question(2))]
+    (row,) = simulated(given, 32)
+    assert row.too_long == 1
+    (row,) = simulated(given, 16, block_size=32)
+    assert row.too_long == 1, "one block is the least"
+
+
+def test_the_prefix_of_reuse_at_any_position_is_said_apart() -> None:
+    a, b = passages(1, 2)
+    (row,) = simulated([prompt(SYSTEM, a, b), prompt(SYSTEM, b, a, question(1))], None)
+    total = 448 + 478
+    assert row.prefix_share == row.any_position_prefix_share == pytest.approx(48 / total)
+    assert row.any_position_share == pytest.approx(448 / total)
+    assert row.policies[1].reused_share == pytest.approx(400 / total)
+    assert row.policies[1].recomputed_share == 0
+
+
 def test_a_router_by_documents_finds_more_than_one_by_session() -> None:
     rng = random.Random(1)
     prompts = []
@@ -303,6 +395,16 @@ def test_a_router_keeps_sessions_together_and_others_go_round() -> None:
     assert len({router.choose(prompt(question(0), session=str(it))) for it in range(60)}) == 4
 
 
+def test_a_router_by_documents_is_that_of_clients() -> None:
+    router = Router(7, "documents")
+    for number in range(50):
+        given = prompt(*passages(number, number + 50))
+        headers = data_parallel_headers(given.documents, (), 7)
+        assert {DATA_PARALLEL_HEADER: str(router.choose(given))} == headers
+    assert router.choose(prompt(question(1), session="a")) == 0, "those without go round"
+    assert router.choose(prompt(question(1))) == 1
+
+
 def test_a_conversation_that_only_grows_gains_nothing() -> None:
     prompts = []
     for conversation in range(5):
@@ -318,6 +420,8 @@ def test_a_conversation_that_only_grows_gains_nothing() -> None:
 def test_times_are_those_of_what_is_computed() -> None:
     cost = CostModel(token_s=1e-3, pair_s=1e-6)
     assert cost.seconds(10, 0, 10) == pytest.approx(10e-3 + 55e-6)
+    assert cost.seconds(10, 5, 15) == pytest.approx(10e-3 + sum(range(6, 16)) * 1e-6)
+    assert CostModel(token_s=1e-3).seconds(10, 5, 15) == pytest.approx(10e-3)
     (row,) = simulated(shuffled(40), None, cost=cost)
     times = {it.policy: it.first_token_s for it in row.policies}
     assert all(time is not None for time in times.values())
@@ -338,3 +442,43 @@ def test_quantiles_are_within_a_hundredth_whatever_was_added() -> None:
     assert spread.quantile(0.5) == 0
     spread.add(0)
     assert spread.quantile(0.9) == 0
+
+
+@pytest.mark.parametrize("value", [1e-6, 0.03, 1.0, 1.01, 17.3, 5e4])
+def test_a_quantile_of_one_value_is_that_value(value: float) -> None:
+    spread = Spread()
+    spread.add(value)
+    assert spread.quantile(0.5) == pytest.approx(value, rel=0.005)
+
+
+def test_a_quantile_is_the_value_that_such_a_share_is_not_above() -> None:
+    spread = Spread()
+    for value in (0, 1, 1, 50):
+        spread.add(value)
+    shares = [spread.quantile(share) for share in (0.25, 0.26, 0.75, 0.76, 1)]
+    assert shares == pytest.approx([0, 1, 1, 50, 50], rel=0.005)
+
+
+def test_a_measurement_is_of_full_prefills_of_the_shape_with_most_lengths(tmp_path: Path) -> None:
+    def row(tokens: int, ms: float, **others: Any) -> dict[str, Any]:
+        return {"shape": "a", "mode": "full", "prompt_tokens": tokens, "median_ms": ms} | others
+
+    def found(*rows: dict[str, Any]) -> CostModel:
+        (file := tmp_path / "speed.json").write_text(json.dumps({"rows": rows}))
+        return measured(file)
+
+    both = [row(n, n + n * (n + 1) / 200) for n in (100, 1000)]
+    noise = [
+        row(50, 9e9, shape="b"),
+        row(500, 9e9, mode="reuse"),
+        {"shape": "a", "mode": "full", "prompt_tokens": 700},
+    ]
+    cost = found(*noise, *both)
+    assert (cost.token_s, cost.pair_s) == pytest.approx((1e-3, 1e-5))
+    policy = [{"policy": "full", "tokens": n, "median_ms": n + n * (n + 1) / 200} for n in (9, 99)]
+    cost = found(*policy)
+    assert (cost.token_s, cost.pair_s) == pytest.approx((1e-3, 1e-5))
+    cost = found(row(100, 250))
+    assert (cost.token_s, cost.pair_s) == pytest.approx((2.5e-3, 0))
+    cost = found(row(100, 200), row(200, 300), row(400, 400))
+    assert (cost.token_s, cost.pair_s) == pytest.approx((1.5e-3, 0)), "attention takes no less"

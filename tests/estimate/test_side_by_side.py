@@ -35,7 +35,9 @@ def in_one(given: list[PromptTokens]) -> list[SizeRow]:
     return [*simulation.rows()]
 
 
-@pytest.mark.parametrize(("count", "processes"), [(5, 3), (20, 2), (37, 3), (37, 9), (20, 1)])
+@pytest.mark.parametrize(
+    ("count", "processes"), [(9, 3), (10, 2), (20, 2), (37, 3), (37, 9), (20, 1)]
+)
 def test_the_rows_are_those_of_one_process(
     count: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,9 +48,11 @@ def test_the_rows_are_those_of_one_process(
         for prompt in given:
             sizes.run(prompt)
         sizes.finish()
+        started = len(multiprocessing.active_children())
         rows = [*sizes.rows()]
         counted = sizes.own.requests, sizes.own.prompt_tokens
     assert rows == in_one(given)
+    assert started == (min(processes, len(SIZES)) - 1 if count >= 10 else 0)
     assert [row.cache_tokens for row in rows] == [*SIZES]
     assert counted == (count, sum(len(prompt.tokens) for prompt in given))
 

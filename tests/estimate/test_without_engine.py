@@ -17,7 +17,11 @@ from bench.harness import REPOSITORY
 from bench.shapes import make_model
 from segreuse_tools.commands import estimate as cli
 from segreuse_tools.estimate.gain import Gain, SizeRow
-from segreuse_tools.estimate.light_rendering import ChatTokenizer
+from segreuse_tools.estimate.light_options import sizes
+from segreuse_tools.estimate.light_rendering import BodyPrompts, ChatTokenizer
+from segreuse_tools.estimate.prompts import PromptTokens
+from segreuse_tools.estimate.request_log import LeftOut, LogError
+from segreuse_tools.model_folder import InputError
 from tests.estimate import logs
 from tests.estimate.test_traces import MOONCAKE, ragpulse, turn, write_ragpulse, write_weka
 
@@ -212,11 +216,112 @@ def test_options_without_effect_are_refused(
     assert why in err
 
 
-@pytest.mark.parametrize("size", ["9", "x", "-1M", "", "1T", "nan", "inf"])
+@pytest.mark.parametrize("size", ["15", "268435457", "1G", "9", "x", "-1M", "", "1T", "nan", "inf"])
 def test_sizes_of_caches_are_tokens(size: str, trace: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([str(trace), f"--cache-tokens={size}"])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("16", (16,)),
+        ("268435456", (1 << 28,)),
+        ("1M,unlimited,0.3k, 100_000 ", (300, 100_000, 1_000_000, None)),
+        ("0.2G,0.2g", (200_000_000,)),
+    ],
+)
+def test_sizes_of_caches_ascend(text: str, found: tuple[int | None, ...]) -> None:
+    assert sizes(text) == found
+
+
+def test_what_is_not_given_is_what_the_help_says(trace: Path, run: Any) -> None:
+    usual = [
+        *("--block-size", "16", "--cache-tokens", "100K,300K,1M,unlimited", "--engines", "1"),
+        *("--router", "session", "--layers", "32", "--answer-tokens", "128", "--start", "0"),
+    ]
+    options = ("--json", "--policy", "sparsex")
+    assert run(trace, *options) == run(trace, *options, *usual)
+    found = json.loads(run(trace, *options)[1])
+    assert (found["block_size"], found["engines"], found["tier_tokens"]) == (16, 1, 0)
+    assert found["sizes"][0]["tier_prefix_share"] is None
+    written = trace.parent / "ids.json.txt"
+    assert run(trace, *options, "--write", str(written))[0] == 0
+    by_default = written.read_text()
+    assert run(trace, *options, "--write", str(written), "--write-block-size", "16")[0] == 0
+    assert written.read_text() == by_default
+
+
+def test_a_terminal_is_shown_how_much_has_been_read(
+    trace: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[tuple[int, str]] = []
+
+    def update(self: Any, task: Any, *, completed: int, description: str) -> None:
+        moved.append((completed, description))
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("rich.progress.Progress.update", update)
+    options = ("--policy", "shift", "--cache-tokens", "1K")
+    run(trace, *options)
+    assert moved == [], "a movement every fifty prompts"
+    text = trace.read_text()
+    trace.write_text(text * 4)
+    run(trace, *options)
+    # All of it is read before the first is replayed: they are sorted by their times.
+    size = trace.stat().st_size
+    assert moved == [(size, "RAGPulse: 50 requests"), (size, "RAGPulse: 100 requests")]
+
+
+def test_engines_and_tiers_are_those_that_are_asked_for(trace: Path, run: Any) -> None:
+    options = ("--json", "--policy", "shift", "--cache-tokens", "1K,unlimited")
+    more = ("--engines", "2", "--router", "documents", "--tier-tokens", "2K", "--block-size", "8")
+    found = json.loads(run(trace, *options, *more)[1])
+    names = ("engines", "router", "tier_tokens", "block_size")
+    assert [found[name] for name in names] == [2, "documents", 2000, 8]
+    small, unlimited = found["sizes"]
+    assert small["tier_any_position_share"] > 0
+    assert unlimited["tier_any_position_share"] is None
+
+
+LEAST_AND_MOST = [
+    ("--start", "0", "-1"),
+    ("--requests", "1", "0"),
+    ("--block-size", "1", "0"),
+    ("--num-blocks", "2", "1"),
+    ("--kv-gib", "0", "-0.1"),
+    ("--concurrency", "1", "0"),
+    ("--tokens-per-second", "1", "0.9"),
+    ("--answer-tokens", "1", "0"),
+    ("--engines", "1", "0"),
+    ("--engines", "1024", "1025"),
+    ("--layers", "2", "1"),
+    ("--layers", "4096", "4097"),
+    ("--trace-block-size", "1", "0"),
+    ("--prefill-tokens-per-second", "1", "0.9"),
+    ("--attention-pairs-per-second", "1", "0.9"),
+    ("--write-block-size", "1", "0"),
+    ("--tier-tokens", "16", "unlimited"),
+]
+
+
+@pytest.mark.parametrize(("option", "last", "beyond"), LEAST_AND_MOST)
+def test_numbers_are_bounded(
+    option: str, last: str, beyond: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is within bounds is refused for another reason: there is no such file."""
+    assert cli.main(["none.jsonl", f"{option}={last}"]) == 2
+    assert "cannot read none.jsonl" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["none.jsonl", f"{option}={beyond}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: " in capsys.readouterr().err
+
+
+def test_options_are_not_abbreviated(trace: Path, run: Any) -> None:
+    status, _, err = run(trace, "--cache-tok", "1M")
+    assert (status, "unknown arguments: --cache-tok 1M" in err) == (2, True)
 
 
 # Texts.
@@ -294,6 +399,93 @@ def test_the_chat_template_is_that_of_the_tokenizer(tmp_path: Path) -> None:
     text = "<bos>user: Who\nsigns?\nassistant:"
     expected = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.chat("here", body).tolist() == expected
+
+
+def prompts_of(tmp_path: Path, *lines: Any, keys: tuple[str, ...] = ()) -> list[PromptTokens]:
+    file = logs.write(tmp_path / "log.jsonl", [*lines])
+    return [*BodyPrompts(file, str(LAB), keys, LeftOut()).prompts()]
+
+
+def test_answers_are_as_long_as_they_were_or_may_be(tmp_path: Path) -> None:
+    lengths: list[tuple[dict[str, Any], int]] = [
+        ({}, 128),
+        ({"max_tokens": 1}, 1),
+        ({"max_tokens": 128}, 128),
+        ({"max_tokens": 129}, 128),
+        ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
+        ({"max_tokens": 9, "answer": ""}, 1),
+        ({"max_tokens": 1, "answer": "Who may sign?"}, 0),
+    ]
+    found = prompts_of(tmp_path, *({"prompt": "Who may sign?"} | it for it, _ in lengths))
+    of_answer = len(found[0].tokens)
+    assert of_answer > 1
+    assert [it.answer_tokens for it in found] == [count or of_answer for _, count in lengths]
+
+
+def test_each_prompt_and_each_answer_to_it_counts(tmp_path: Path) -> None:
+    found = prompts_of(
+        tmp_path,
+        {"prompt": ["a b", "c"], "n": 2},
+        {"prompt": [1, 2]},
+        {"prompt": [[1, 2, 3], [0]], "n": 1},
+    )
+    assert [it.tokens.tolist() for it in found[4:]] == [[1, 2], [1, 2, 3], [0]]
+    assert found[0].tokens.tolist() == found[1].tokens.tolist() != found[2].tokens.tolist()
+    assert found[2].tokens.dtype == found[4].tokens.dtype == "int32"
+
+
+def test_prompts_have_the_session_the_documents_and_the_namespace_of_their_body(
+    tmp_path: Path,
+) -> None:
+    text = {"prompt": "one\n\ntwo"}
+    both = {"user": "u", "session_id": "s"}
+    xargs = {"vllm_xargs": {"extra_keys": ["a", "b"]}}
+    lines = [text, text | both, text | {"user": "u"}, text | {"user": 7}, text | xargs]
+    lines += [text | {"extra_keys": ["a", "b"]}, text | {"extra_keys": "a"} | xargs]
+    found = prompts_of(tmp_path, *lines)
+    assert [it.session for it in found] == [None, "s", "u", None, None, None, None]
+    assert {tuple(it.documents) for it in found} == {("one", "two")}
+    assert [it.namespace for it in found] == [None, None, None, None, 0, 0, 1]
+    assert [it.namespace for it in prompts_of(tmp_path, *lines, keys=("a",))] == [
+        *(0, 0, 0, 0, 1, 1, 0),
+    ]
+
+
+def write_tokenizer(folder: Path, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text((LAB / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def rendered(folder: Path, text: str) -> bool:
+    """Whether a conversation of one message becomes this text."""
+    tokenizer = ChatTokenizer(folder)
+    body = {"messages": [{"role": "user", "content": "<é>"}], "tools": [{"name": "é"}]}
+    expected = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.chat("here", body).tolist() == expected
+
+
+def test_templates_may_stand_in_the_tokenizers_configuration(tmp_path: Path) -> None:
+    plain = "{{ messages[0].content }} {{ tools | tojson }}{{ eos_token }}"
+    text = '<é> [{"name": "é"}]!'
+    eos = {"eos_token": {"content": "!"}}
+    assert rendered(write_tokenizer(tmp_path / "a", chat_template=plain, **eos), text)
+    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": plain}]
+    assert rendered(write_tokenizer(tmp_path / "b", chat_template=named, eos_token="!"), text)
+    blocks = "  {% for it in messages %}\n{{ it.role }}\n  {% break %}\n{% endfor %}\n"
+    assert rendered(write_tokenizer(tmp_path / "c", chat_template=blocks), "user\n")
+
+
+def test_a_template_that_is_missing_or_refuses_is_named(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(LogError, match="here: the tokenizer has no chat template"):
+        ChatTokenizer(write_tokenizer(tmp_path / "a")).chat("here", body)
+    refusing = "{{ raise_exception('no ' ~ messages[0].role) }}"
+    with pytest.raises(LogError, match="here: the chat template refuses it: no user"):
+        ChatTokenizer(write_tokenizer(tmp_path / "b", chat_template=refusing)).chat("here", body)
+    with pytest.raises(InputError, match=r"the chat template of .*c is none"):
+        ChatTokenizer(write_tokenizer(tmp_path / "c", chat_template="{% if %}"))
 
 
 def test_without_an_engine_and_a_model_with_a_tokenizer(tmp_path: Path, run: Any) -> None:

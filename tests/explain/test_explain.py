@@ -149,6 +149,39 @@ def test_each_stretch_is_shown_with_its_text(server: Server) -> None:
     assert asked[1][0] == 32
 
 
+def test_the_table_is_as_wide_as_the_terminal(server: Server) -> None:
+    server.report = REPORT | {"explain": [STRETCHES[0] | {"tokens": 1032}, *STRETCHES[1:]]}
+    cut = "\N{HORIZONTAL ELLIPSIS}"
+    assert [line.rstrip() for line in printed(server).splitlines()[:6]] == [
+        "from  tokens  source                                  again  text",
+        "   0   1,032  prefix cache                                   0 1 2 3 4 5 6 7 8 9 10 11 12 "
+        f"13 14 15 16 17 18 19 20 21 {cut}",
+        "  32     100  segment, moved by -32                     20%  32 33 34 35 36 37 38 39 40 "
+        f"41 42 43 44 45 46 47 48 49 50{cut}",
+        " 132       7  new: was known, and has been evicted           132 133 134 135 136 137 138",
+        " 139       1  new: the last token is always computed         139",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stretch", "said"),
+    [
+        ({"source": "segment", "start": 1234, "position": 0}, "segment, moved by +1,234"),
+        ({"source": "segment", "start": 0, "position": 1234}, "segment, moved by -1,234"),
+        ({"source": "segment", "start": 7, "position": 7}, "segment, in its place"),
+        ({"source": "similar", "start": 7, "position": 7}, "similar text, in its place"),
+        (
+            {"source": "similar", "start": 8, "position": 7, "rejected": False},
+            "similar text, moved by +1",
+        ),
+        ({"source": "new", "reason": "another_one"}, "new: another_one"),
+    ],
+)
+def test_where_a_stretch_comes_from(stretch: dict[str, Any], said: str) -> None:
+    assert words.source(stretch) == said
+
+
 def test_the_recomputed_share_is_shown_where_it_is_known(server: Server) -> None:
     assert [words.recomputed(stretch) for stretch in STRETCHES] == ["", "20%", "", ""]
     several = STRETCHES[1] | {"recomputed": [[32, 1], [40, 2]]}
@@ -219,6 +252,9 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
         (httpx.Response(404, json={"error": {"message": "no model m"}}), "status 404: no model m"),
         (httpx.Response(401, json={"error": "Unauthorized"}), "status 401: Unauthorized"),
         (httpx.Response(502, text="bad gateway"), "status 502: bad gateway"),
+        (httpx.Response(500, text="x" * 300), f"status 500: {'x' * 200}$"),
+        (httpx.Response(400, json={"message": "no"}), "status 400: no$"),
+        (httpx.Response(200, json=[1]), r"status 200: \[1\]$"),
         (httpx.Response(200, text="<html>"), "status 200: <html>"),
         (httpx.Response(200, json={"choices": []}), "runs without segment reuse"),
         (httpx.Response(200, json={"kv_transfer_params": {"segreuse": {}}}), "does not explain"),
@@ -276,6 +312,38 @@ def request_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    ("options", "url", "key"),
+    [
+        ([], "http://localhost:8000", "of the environment"),
+        (["--url", "http://other:1", "--api-key", "k"], "http://other:1", "k"),
+        (["--api-key", ""], "http://localhost:8000", None),
+    ],
+)
+def test_the_server_and_the_key_are_those_that_are_given(
+    options: list[str],
+    url: str,
+    key: str | None,
+    server: Server,
+    request_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    made = server.client()
+    monkeypatch.setattr(httpx, "Client", lambda **given: asked.append(given) or made)
+    monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
+    assert cli.main([str(request_file), *options]) == 0
+    [given] = asked
+    assert (given["base_url"], given["headers"]) == (url, authorized(key))
+    observed = {"segreuse_explain": True, "segreuse_observe": True}
+    assert server.sent[0][1]["vllm_xargs"] == observed
+
+
+def test_reuse_is_computed_where_that_is_asked_for(answered: Server, request_file: Path) -> None:
+    assert cli.main([str(request_file), "--reuse"]) == 0
+    assert answered.sent[0][1]["vllm_xargs"] == {"segreuse_explain": True}
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_page_is_written_beside_what_is_printed(
     answered: Server,
@@ -325,6 +393,21 @@ def test_nothing_is_asked_for_where_nothing_is_new(server: Server) -> None:
     assert edit.behind.startswith("32 33 ")
     assert "New: " not in words.edited(edit)
     assert explain(Server().client(), BODY, earlier=EARLIER).edit is None
+
+
+def test_an_edit_near_the_beginning_has_less_in_front(server: Server) -> None:
+    server.report = REPORT | {"edit": EDIT | {"at": 2}}
+    edit = explain(server.client(), BODY).edit
+    assert edit is not None
+    assert (edit.before, edit.new) == ("0 1", "2 3 4")
+
+
+def test_where_text_was_only_inserted_none_is_gone(server: Server) -> None:
+    server.report, server.earlier = REPORT | {"edit": EDIT | {"gone_tokens": 0}}, [*range(34)]
+    found = explain(server.client(), BODY, earlier=EARLIER)
+    assert found.edit is not None
+    assert (found.edit.gone, found.no_texts) == ("", "")
+    assert "Gone: " not in words.edited(found.edit)
 
 
 def test_the_earlier_request_says_what_is_gone(server: Server) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from segreuse_extras.viewer.strip import LEAST_WIDTH, WIDTH, strip
+from segreuse_extras.viewer.strip import LEAST_WIDTH, WIDTH, Bar, Cell, Strip, strip
+from segreuse_extras.viewer.templating import STATIC
 from segreuse_tools.explain import page, stretch_table
 from tests.explain.reports import EXPLANATION, NASTY, REPORT, STRETCHES, TEXTS
 
@@ -24,6 +25,54 @@ def test_bars_are_side_by_side_and_none_is_too_narrow_to_be_seen() -> None:
         at += bar.width
     assert at == pytest.approx(WIDTH)
     assert bars[3].width / bars[2].width == pytest.approx(1041 / 551)
+
+
+def test_a_strip_is_a_thousand_units_wide_and_every_token_may_have_a_cell() -> None:
+    stretches = [
+        {"start": 0, "tokens": 50, "source": "prefix"},
+        {"start": 50, "tokens": 40, "source": "segment", "position": 7, "recomputed": [[59, 2]]},
+        {"start": 90, "tokens": 10, "source": "new", "reason": "unknown"},
+    ]
+    report = REPORT | {"explain": stretches, "prompt_tokens": 100}
+    heat = [Cell(590.0, 10.0, 1.0), Cell(600.0, 10.0, 1.0)]
+    new = "new: not seen in this namespace"
+    assert strip(report, ["a \n b", "c", ""]) == Strip(
+        [
+            Bar(1, "prefix", 0.0, 500.0, 0, 50, "prefix cache", "", False, "a b", []),
+            Bar(
+                2, "segment-0", 500.0, 400.0, 50, 40, "segment, moved by +43", "5%", True, "c", heat
+            ),
+            Bar(3, "new", 900.0, 100.0, 90, 10, new, "", False, "", []),
+        ],
+        "1,682 of 100 tokens (1682%) were reused with focus, 178 of these computed again: 31% of "
+        "the work behind the prefix.",
+        100,
+        True,
+    )
+
+
+def test_a_single_token_of_many_is_five_units_wide() -> None:
+    stretches = [
+        {"start": 0, "tokens": 999, "source": "prefix"},
+        {"start": 999, "tokens": 1, "source": "new", "reason": "last_token"},
+    ]
+    first, last = strip(REPORT | {"explain": stretches}).bars
+    assert last.width == pytest.approx(1000 * 5 / (999 + 5))
+    assert first.width == pytest.approx(1000 - last.width)
+
+
+def test_cells_are_four_units_wide_where_tokens_are_narrower() -> None:
+    segment = {"start": 5, "tokens": 4000, "source": "segment", "position": 5}
+    bars = strip(REPORT | {"explain": [segment | {"recomputed": [[5, 8], [21, 16]]}]}).bars
+    assert bars[0].heat == [Cell(0.0, 4.0, 0.5), Cell(4.0, 4.0, 1.0)]
+
+
+def test_every_colour_has_a_style() -> None:
+    many = [STRETCHES[2] | {"start": 551 * i, "recomputed": None} for i in range(9)]
+    bars = strip(REPORT | {"explain": [*many, *STRETCHES]}).bars
+    style = (STATIC / "viewer.css").read_text(encoding="utf-8")
+    assert {bar.colour for bar in bars} >= {f"segment-{number}" for number in range(4)}
+    assert all(f".{bar.colour} {{" in style for bar in bars)
 
 
 def test_neighbouring_segments_differ_in_colour() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.align_cases import good_call, hnd, to_device
-from vllm_segreuse.kernels import cpu, cuda
-from vllm_segreuse.kernels.pages import Moves, Part, Rotation
+from tests.kernels.align_cases import NAMES, good_call, hnd, shape_of, to_device
+from vllm_segreuse.kernels import arguments, cpu, cuda
+from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides
 
 needs_library = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 
@@ -52,7 +52,14 @@ REFUSED: dict[str, tuple[Callable[..., tuple], str]] = {
     "no tile": (changed_keys(token_tile=0), "tiles do not fit"),
     "beyond the page": (changed_keys(offset=1025), "elements 1025 to 2048 of a page of 2048"),
     "before the page": (changed_keys(token_lo=-64), "elements -960 to 63"),
+    "one before the page": (changed_keys(offset=959, token_lo=-64), "elements -1 to 1022 of a"),
+    "overlapping pages": (
+        lambda p, *r: ([x.as_strided(x.shape, (2047, 1)) for x in p], *r),
+        r"not \(4, 2048\) with strides \(2047, 1\); see `flat_pages`",
+    ),
     "odd rotation": (changed_rotation(31, 1), "cannot turn by Rotation.dim=31"),
+    "rotation of nothing": (changed_rotation(0, 1), "32 channels cannot turn by Rotation.dim=0"),
+    "rotation before the head": (changed_rotation(30, 1, -1), "cannot turn by .* first=-1"),
     "rotation beyond the head": (changed_rotation(32, 1, 1), "32 channels cannot turn"),
     "other rotation": (changed_rotation(16, 1), "16. channels turn, but cos and sin have .* 32"),
     "int32 slots": (changed_moves(sources=torch.zeros(9, dtype=torch.int32)), "sources must be"),
@@ -71,6 +78,10 @@ REFUSED: dict[str, tuple[Callable[..., tuple], str]] = {
     "angles behind the tables": (
         changed_moves(angles=torch.full((9,), 7)),
         "angles are from 7 to 7; expected 0 to 6",
+    ),
+    "flat tables": (
+        changed_moves(cos=torch.zeros(112), sin=torch.zeros(112)),
+        r"cos and sin must be .distinct, pairs. alike, not empty: cos is \(112,\)",
     ),
     "empty tables": (changed_moves(cos=torch.zeros(0, 16), sin=torch.zeros(0, 16)), "not empty"),
 }
@@ -96,6 +107,83 @@ def test_alignments_that_do_not_fit_are_refused(align: Callable[..., Any], name:
     with pytest.raises(ValueError, match=message):
         align(*spoil(pages, parts, moves))
     assert all(map(torch.equal, pages, before))
+
+
+FITS: dict[str, Callable[..., tuple]] = {
+    "the first element of a page": changed_keys(offset=960, token_lo=-64),
+    "the last element of a page": changed_keys(offset=1024),
+    "pages side by side": lambda p, *rest: ([x.contiguous() for x in p], *rest),
+    "the first and the last slot": changed_moves(
+        sources=torch.tensor([0, 63, 1, 2, 3, 4, 5, 6, 7]),
+        targets=torch.tensor([63, 0, 9, 10, 11, 12, 13, 14, 15]),
+    ),
+    "the first and the last row of the tables": changed_moves(
+        angles=torch.tensor([0, 6] + [3] * 7)
+    ),
+    "the last pair of a head": lambda pages, parts, moves: (
+        pages,
+        [Part(parts[0].strides, Rotation(2, True, 30)), parts[1]],
+        dataclasses.replace(moves, cos=torch.ones(7, 1), sin=torch.zeros(7, 1)),
+    ),
+    "keys alone": lambda pages, parts, moves: (pages, parts[:1], moves),
+    "one layer": lambda pages, parts, moves: (pages[:1], parts, moves),
+    "one layer that is read elsewhere": lambda pages, parts, moves: (
+        pages[:1],
+        parts,
+        moves,
+        [pages[0].clone()],
+    ),
+}
+
+
+@ALIGN
+@pytest.mark.parametrize("name", FITS)
+def test_what_just_fits_is_moved(align: Callable[..., Any], name: str) -> None:
+    align(*FITS[name](*good_call()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_holds_all_that_is_described_or_is_refused(name: str) -> None:
+    shape = shape_of(name)
+    for part in (shape.keys, shape.values):
+        held = part.view(torch.arange(shape.page_elements)[None])
+        first, last = int(held.min()), int(held.max())
+        arguments.check_strides(part, torch.empty(1, last + 1))
+        with pytest.raises(
+            ValueError, match=f"elements {first} to {last} of a page of {last} are described by"
+        ):
+            arguments.check_strides(part, torch.empty(1, last))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (0, 16, 32)},
+        {"shape": (2, 0, 32)},
+        {"shape": (2, 16, 0)},
+        {"token_tile": -16},
+        {"token_tile": 5},
+        {"channel_tile": 0},
+        {"channel_tile": 64},
+    ],
+    ids=str,
+)
+def test_every_size_is_at_least_one_and_a_whole_number_of_tiles(change: dict[str, Any]) -> None:
+    keys = dataclasses.replace(good_call()[1][0].strides, **change)
+    with pytest.raises(ValueError, match=r"^sizes and tiles do not fit each other: TiledStrides"):
+        arguments.check_strides(keys, torch.empty(1, 1 << 20))
+
+
+def test_tiles_and_sizes_of_one_fit() -> None:
+    one = TiledStrides((1, 1, 1), 0, 1, 1, 1, 1, 1, 1, 1)
+    arguments.check_strides(one, torch.empty(1, 1))
+
+
+def test_elements_of_a_page_are_counted_in_31_bits() -> None:
+    most = (1 << 31) - 1
+    arguments.check_pages([torch.empty(1, most, device="meta")], (torch.float32,))
+    with pytest.raises(ValueError, match=r"page of 2147483648 elements is too large: below 2..31"):
+        arguments.check_pages([torch.empty(1, most + 1, device="meta")], (torch.float32,))
 
 
 OTHER_SOURCES: dict[str, tuple[Callable[..., list[torch.Tensor]], str]] = {
@@ -218,6 +306,8 @@ BOTH: list[tuple[str, Any, str]] = [
     ("positions", slots(0, 0, 0, 0).to("meta"), "not torch.int64 on meta"),
     ("positions", slots(4, 20), r"positions is \(2,\); expected one number for each of 4"),
     ("positions", slots(4, 20, 31, 31)[None], r"positions is \(1, 4\)"),
+    ("scale", 0.0, "scale is 0.0; expected more than 0"),
+    ("scale", -0.2, "scale is -0.2; expected more than 0"),
     ("soft_cap", -1.0, "soft_cap -1.0; expected 0 or more"),
     ("soft_cap", float("nan"), "soft_cap nan; expected 0 or more"),
     ("sinks", torch.zeros(3), r"sinks are \(3,\) torch.float32 on cpu; expected 4 floating-point"),
@@ -238,6 +328,7 @@ ATTENTION: list[tuple[str, Any, str]] = [
     ("request", slots(0, 0, 0, 2), "request are from 0 to 2; expected 0 to 1"),
     ("request", slots(-1, 0, 0, 1), "request are from -1 to 1"),
     ("request", slots(0, 1, 0, 1), "query 2 are before those of query 1; sort"),
+    ("request", slots(1, 0, 1, 0), "query 1 are before those of query 0; sort"),
     ("positions", slots(4, 20, 31, 48), "positions are from 4 to 48; expected 0 to 47"),
     ("positions", slots(-1, 20, 31, 31), "positions are from -1"),
     ("positions", slots(4, 20, 19, 31), "query 2 are before those of query 1; sort"),
@@ -259,7 +350,7 @@ SCORES: list[tuple[str, Any, str]] = [
     ("block_ids", torch.tensor([[0, 1]]), r"block_ids is torch.int64 \(1, 2\)"),
     ("block_ids", torch.zeros(2, device="meta").int(), "block_ids is on meta; expected cpu"),
     ("block_ids", torch.tensor([-1, 0]), "block_ids are from -1 to 0"),
-    ("num_tokens", -1, "num_tokens is -1"),
+    ("num_tokens", -1, "num_tokens is -1; expected 0 or more"),
 ]
 
 
@@ -274,16 +365,52 @@ def test_the_calls_that_are_spoiled_below_are_good() -> None:
 
 @pytest.mark.parametrize(("name", "value", "message"), ATTENTION)
 def test_attention_that_does_not_fit_is_refused(name: str, value: Any, message: str) -> None:
-    arguments = good_attention()
+    given = good_attention()
     with pytest.raises(ValueError, match=message):
-        cpu.sparse_attention(**arguments | {name: value})
-    assert not arguments["out"].any()
+        cpu.sparse_attention(**given | {name: value})
+    assert not given["out"].any()
 
 
 @pytest.mark.parametrize(("name", "value", "message"), SCORES)
 def test_scores_that_do_not_fit_are_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cpu.token_scores(**good_scores() | {name: value})
+
+
+@needs_library
+def test_nothing_to_attend_or_to_score_needs_nothing_else() -> None:
+    nobody = torch.zeros(0, 4, 32)
+    none: Any = None
+    out = torch.ones(0, 4, 32)
+    cpu.sparse_attention(out, nobody, none, none, none, none, none, none, 0.0)
+    scores = cpu.token_scores(nobody, none, none, none, none, 3, 0.0)
+    assert (scores.tolist(), scores.dtype) == ([0.0, 0.0, 0.0], torch.float32)
+    scores = cpu.token_scores(torch.zeros(1, 4, 32), none, none, none, none, 0, 0.0)
+    assert (scores.tolist(), scores.dtype) == ([], torch.float32)
+
+
+@needs_library
+def test_one_query_is_enough() -> None:
+    given = good_attention()
+    one = {name: given[name][:1] for name in ("out", "query", "request", "positions")}
+    cpu.sparse_attention(**given | one)
+    assert one["out"].all()
+    assert not given["out"][1:].any()
+    asked = good_scores()
+    one = {name: asked[name][:1] for name in ("query", "positions")}
+    scores = cpu.token_scores(**asked | one)
+    assert (scores > 0).tolist() == [True] * 5 + [False] * 27
+
+
+@needs_library
+def test_tokens_behind_the_last_query_have_no_score() -> None:
+    """Their blocks are not read; of fewer tokens than the queries see, these are scored."""
+    given = good_scores()
+    scores = cpu.token_scores(**given | {"num_tokens": 40})
+    assert scores[32:].tolist() == [0.0] * 8
+    assert torch.equal(scores[:32], cpu.token_scores(**given))
+    few = cpu.token_scores(**given | {"num_tokens": 7})
+    assert torch.equal(few, scores[:7])
 
 
 @needs_library
@@ -302,8 +429,6 @@ def test_tables_and_queries_may_be_strided() -> None:
 
 def test_values_on_a_device_are_not_read() -> None:
     """A GPU would have to wait for each; tensors without values stand for its own."""
-    from vllm_segreuse.kernels import arguments
-
     request, positions, tables = (
         torch.zeros(shape, dtype=dtype, device="meta")
         for shape, dtype in ((5, torch.int64), (5, torch.int64), ((2, 9), torch.int32))

@@ -3,8 +3,10 @@
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_segreuse.kernels import cpu
 
@@ -33,6 +35,37 @@ def test_the_widest_library_that_machine_and_build_have(
         (tmp_path / f"_cpu_{level}.so").unlink()
     with pytest.raises(OSError, match="were not built"):
         cpu.load_library.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("vectors", "tiles", "bf16", "granted", "found"),
+    [
+        ("AVX512", True, True, True, "AMX"),
+        ("AVX512", False, True, True, "AVX512"),
+        ("AVX512", True, False, True, "AVX512"),
+        ("AVX512", True, True, False, "AVX512"),
+        ("AVX2", True, True, True, "AVX2"),
+    ],
+)
+def test_a_matrix_unit_counts_if_all_of_it_is_there_and_the_system_grants_it(
+    vectors: str,
+    tiles: bool,
+    bf16: bool,
+    granted: bool,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: granted)
+    assert cpu.capability() == found
+
+
+def test_a_library_is_named_by_its_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "load_library", lambda: SimpleNamespace(_name="/a/_cpu_avx2.so"))
+    assert cpu.instruction_set() == "avx2"
+    assert cpu.unavailable() is None
 
 
 class FakeLibrary:

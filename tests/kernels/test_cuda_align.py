@@ -276,8 +276,10 @@ def test_nothing_to_move_changes_nothing(run: Run, device: str, overlapping: boo
 
 def test_pages_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
-    with pytest.raises(ValueError, match="pages are on cpu"):
-        cuda.align(*good_call())
+    pages, parts, moves = good_call()
+    with pytest.raises(ValueError, match="pages are on cpu; the CUDA kernels need them on a GPU"):
+        cuda.align(pages, parts, moves)
+    cuda.align([], parts, moves)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,3 +356,71 @@ def test_a_failed_launch_is_reported(
     assert library.segreuse_status() != 0
     with pytest.raises(RuntimeError, match=r"9 tokens in 3 layers failed: .+ \(CUDA error \d+\)"):
         cuda.run(library, *good_call(), 0)
+
+
+class Library:
+    """Of a status that its GPU gives it."""
+
+    def __init__(self, status: int) -> None:
+        self.segreuse_status = lambda: status
+        self.segreuse_message = lambda number: f"fault {number}".encode()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_available", "status", "why"),
+    [
+        ("12.8", True, 0, None),
+        (None, True, 0, "torch sees no CUDA device"),
+        ("12.8", False, 0, "torch sees no CUDA device"),
+        ("12.8", True, 9, "their build does not suit this GPU: fault 9 (CUDA error 9)"),
+    ],
+)
+def test_the_kernels_run_where_torch_and_the_build_have_a_gpu(
+    version: str | None,
+    is_available: bool,
+    status: int,
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    started: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(True))
+    monkeypatch.setattr(cuda, "_library", lambda: Library(status))
+    assert cuda.unavailable.__wrapped__() == why
+    assert bool(started) == (version is not None and is_available), "before the kernels are asked"
+
+
+def test_a_build_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "__file__", "/nowhere/cuda.py")
+    with pytest.raises(RuntimeError, match=r"^no _cuda\*.so in /nowhere: the package was built"):
+        cuda._library.__wrapped__()
+
+
+def test_a_launch_that_fails_is_told() -> None:
+    library = Library(7)
+    library.segreuse_align = lambda *_: 7  # type: ignore[attr-defined]
+    pages, parts, moves = good_call()
+    with pytest.raises(
+        RuntimeError, match=r"^aligning 9 tokens in 3 layers failed: fault 7 \(CUDA error 7\)$"
+    ):
+        cuda.run(library, pages, parts, moves, 0)  # type: ignore[arg-type]
+    cuda.run(library, [], parts, moves, 0)  # type: ignore[arg-type]
+    nothing = make_moves(4, 16, 0, 16, True)
+    cuda.run(library, pages, parts, nothing, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layer_bytes", "together"),
+    [
+        (1000, 1 << 20, 256),
+        (255, 1 << 20, 255),
+        (9, 64 << 20, 4),
+        (9, (64 << 20) + 1, 3),
+        (9, 1 << 40, 1),  # a layer at least
+    ],
+)
+def test_256_mib_of_layers_are_staged_at_a_time(
+    num_layers: int, layer_bytes: int, together: int
+) -> None:
+    assert scratch.layers_at_once(num_layers, layer_bytes) == together

@@ -51,6 +51,53 @@ def test_what_the_library_cannot_do_is_left_to_others(
     assert f"head size {size} in {dtype}" in chosen.description
 
 
+@pytest.mark.parametrize(
+    ("queries", "why"),
+    [
+        (None, "head size 24 in torch.bfloat16"),
+        (torch.bfloat16, "head size 24 in torch.bfloat16"),
+        (torch.float32, "head size 24 in torch.bfloat16, queries in torch.float32"),
+    ],
+)
+def test_it_is_said_which_pages_a_kernel_does_not_take(
+    queries: torch.dtype | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
+    chosen = dispatch.choose(CPU, torch.bfloat16, layout(24), queries)
+    assert chosen.description == (
+        f"alignment by C++ (avx2), attention by rows of vLLM's kernel and scores by torch ({why})"
+    )
+
+
+def test_queries_may_be_of_another_type_than_fp8_pages_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
+    for pages, queries, taken in (
+        (torch.bfloat16, None, True),
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.float8_e4m3fn, None, False),
+        (torch.bfloat16, torch.float16, False),
+        (torch.float64, None, False),
+    ):
+        chosen = dispatch.choose(CPU, pages, layout(16), queries)
+        assert (chosen.sparse_attention is not None) == taken
+        assert cpu.supports_attention(layout(16).keys, pages, queries) == taken
+
+
+def test_runs_of_16_tokens_are_rows_but_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the library is as fast for long runs; without it, long runs are rows, too."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    for missing, long_run in ((None, None), ("no compiler", 16)):
+        monkeypatch.setattr(cpu, "unavailable", lambda missing=missing: missing)
+        assert dispatch.choose(CPU, torch.bfloat16, layout(64)).long_run == long_run
+    assert dispatch.choose(GPU, torch.bfloat16, layout(64)).long_run == 16
+
+
 def test_without_the_library_torch_does_it_and_the_reason_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

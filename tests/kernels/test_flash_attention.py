@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pages FlashAttention 3 is given, and how; on a GPU that runs it, that it is right."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +62,29 @@ def test_values_of_another_size_are_not_taken(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(torch.cuda.is_available(), reason="may have it")
 def test_without_a_gpu_there_is_none() -> None:
     assert flash_attention.find_varlen_attention() is None
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "has_it", "runs_it", "found"),
+    [
+        (True, True, True, True),
+        (False, True, True, False),
+        (True, False, True, False),
+        (True, True, False, False),
+    ],
+)
+def test_it_is_vllms_where_that_has_version_3(
+    on_gpu: bool, has_it: bool, runs_it: bool, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interface = SimpleNamespace(
+        is_fa_version_supported=lambda version: version == 2 or runs_it,
+        flash_attn_varlen_func=varlen_attention,
+    )
+    package = SimpleNamespace(flash_attn_interface=interface) if has_it else None
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", package)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    expected = varlen_attention if found else None
+    assert flash_attention.find_varlen_attention.__wrapped__() is expected
 
 
 @pytest.mark.parametrize("shape", [nhd(2, 16, 24), hnd(2, 16, 24)], ids=["nhd", "hnd"])

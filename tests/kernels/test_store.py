@@ -19,6 +19,7 @@ from tests.kernels.align_cases import (
     parts_of,
 )
 from vllm_segreuse.kernels import cpu, cpu_store, reference
+from vllm_segreuse.kernels.codecs import Codec, EncodedPage
 from vllm_segreuse.kernels.pages import Moves
 
 SHAPE = hnd(2, 16, 32)
@@ -77,6 +78,21 @@ def test_what_was_stored_is_read_by_align(built: str) -> None:
         assert torch.equal(layer[BLOCKS.flip(0)], old[BLOCKS])
 
 
+def test_one_layer_is_stored_by_itself(built: str) -> None:
+    pages = make_cache(SHAPE.page_elements, 5, torch.bfloat16).layers
+    cells = make_region(SHAPE.page_elements, 7, torch.bfloat16).layers
+    cpu_store.store(pages, cells, BLOCKS, ROWS)
+    assert torch.equal(cells[0][ROWS], pages[0][BLOCKS])
+    parts = parts_of(SHAPE, None)
+    place = EncodedPage.of(SHAPE.keys.shape, SHAPE.values.shape, SHAPE.page_elements)
+    coded = [torch.zeros(7, place.size, dtype=torch.uint8)]
+    assert cpu_store.encode(pages, parts, Codec.INT8, BLOCKS, coded, ROWS).all()
+    moves = Moves(*torch.tensor([[2 * 16], [3 * 16], [0]]), *torch.zeros(2, 1, 0))
+    cpu.align(pages, parts, moves, coded, Codec.INT8)
+    first = SHAPE.keys.tokens(pages[0])
+    torch.testing.assert_close(first[3 * 16], first[4 * 16], rtol=0.02, atol=0.2)
+
+
 def test_nothing_to_store_changes_nothing() -> None:
     pages, _, _ = good_call()
     before = [page.clone() for page in pages]
@@ -84,6 +100,16 @@ def test_nothing_to_store_changes_nothing() -> None:
     cpu_store.store(pages, pages, nothing, nothing)
     cpu_store.store([], [], BLOCKS, ROWS)
     assert all(map(torch.equal, pages, before))
+
+
+def test_nothing_to_encode_is_encoded() -> None:
+    """Of no layers every block; of no blocks none."""
+    pages, parts, _ = good_call()
+    nothing = torch.zeros(0, dtype=torch.int64)
+    found = cpu_store.encode(pages, parts, Codec.INT8, nothing, [], nothing)
+    assert (found.tolist(), found.dtype) == ([], torch.bool)
+    found = cpu_store.encode([], parts, Codec.INT8, BLOCKS, [], ROWS)
+    assert (found.tolist(), found.dtype) == ([True, True, True], torch.bool)
 
 
 REFUSED: dict[str, tuple[Callable[..., tuple[Any, ...]], str]] = {

@@ -65,6 +65,15 @@ def test_the_smallest_of_latents() -> None:
     assert_agrees(align, pages, parts_of(shape, Rotation(12, False)), moves, DEVICE)
 
 
+def test_the_smallest_of_keys_alone() -> None:
+    """Of several heads, with and without a scratch; values stay where they are."""
+    shape = hnd(3, 8, 20)
+    pages = make_cache(shape.page_elements, 4, torch.float16, num_layers=2)
+    for overlapping in (False, True):
+        moves = make_moves(4, 8, 9, 6, overlapping)
+        assert_agrees(align, pages, [Part(shape.keys, Rotation(12, True, 4))], moves, DEVICE)
+
+
 # Each layout and rotation with one dtype, by turns. Many heads say no more, and take long here.
 CHOSEN = [case.values for case in CASES if "40x" not in str(case.id)]
 

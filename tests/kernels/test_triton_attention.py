@@ -298,7 +298,7 @@ def test_random_batches(data: st.DataObject) -> None:
     check(batch, shape, splits, Tuning(16, 16, 4, 2))
 
 
-def test_no_queries() -> None:
+def test_nothing_to_attend() -> None:
     shape = nhd(2, 16, 32)
     batch = make_batch(shape, 2, [[0]], torch.float32)
     none = replace(
@@ -330,6 +330,21 @@ def test_what_does_not_fit_is_refused() -> None:
     rest = (batch.pages, shape.keys, shape.values, *places, batch.scale)
     with pytest.raises(ValueError, match=r"out has shape \(1, 4, 32\)"):
         sparse_attention(batch.query[:1].clone(), batch.query, *rest)
+    with pytest.raises(
+        ValueError, match=r"out is torch.float32 on .*; expected it to be like query"
+    ):
+        sparse_attention(batch.query.float(), batch.query, *rest)
+    with pytest.raises(ValueError, match=r"out is torch\.float16 on meta; expected it to"):
+        sparse_attention(batch.query.to("meta"), batch.query, *rest)
+    with pytest.raises(ValueError, match=r"strides \(128, 1, 4\); .* with channels side by side"):
+        sparse_attention(batch.query.mT.contiguous().mT, batch.query, *rest)
+    with pytest.raises(ValueError, match=r"strides of query are \(128, 1, 4\) and of the block"):
+        run(replace(batch, query=batch.query.mT.contiguous().mT), shape)
+    other = Schedule(schedule.tiles, 2, 4, 1, schedule.tuning)
+    with pytest.raises(
+        ValueError, match="for 2 queries in groups of 4 heads, not 2 in groups of 2"
+    ):
+        sparse_attention(torch.empty_like(batch.query), batch.query, *rest, schedule=other)
     longer = Schedule(schedule.tiles, 3, 2, 1, schedule.tuning)
     with pytest.raises(ValueError, match="the schedule is for 3 queries in groups of 2 heads"):
         sparse_attention(torch.empty_like(batch.query), batch.query, *rest, schedule=longer)

@@ -15,6 +15,7 @@ from tests.kernels.align_cases import nhd
 pytest.importorskip("triton", reason="triton is not installed")
 
 from vllm_segreuse.kernels import triton_attention, triton_schedule
+from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kernels.triton_schedule import (
     Tuning,
     attention_tuning,
@@ -149,6 +150,7 @@ def test_splits_divide_what_is_left_behind_common_keys(monkeypatch: pytest.Monke
         (torch.bfloat16, 128, 1, 4, Tuning(16, 64, 4, 3)),
         (torch.bfloat16, 128, 9, 4, Tuning(64, 64, 4, 3)),
         (torch.float16, 256, 64, 4, Tuning(64, 32, 4, 3)),
+        (torch.float16, 129, 64, 4, Tuning(64, 32, 4, 3)),
         (torch.float32, 64, 64, 4, Tuning(32, 16, 8, 2)),
         (torch.float32, 64, 1, 2, Tuning(16, 16, 4, 2)),
         (torch.float32, 64, 1, 40, Tuning(64, 16, 8, 2)),  # a group must fit in a tile
@@ -213,6 +215,21 @@ def test_heads_that_cannot_share_a_tile_are_refused() -> None:
     where = torch.zeros(1, 1).int(), torch.zeros(1).long(), torch.zeros(1).long()
     with pytest.raises(ValueError, match="tiles of 16 rows cannot hold 17 heads"):
         plan(torch.empty(1, 17, 32), nhd(1, 16, 32).keys, *where, tuning=Tuning(16, 16, 4, 2))
+
+
+def test_heads_of_16_to_256_channels_are_taken() -> None:
+    """As `supports` says."""
+    table = torch.zeros(1, 3, dtype=torch.int32)
+    for channels, fits in ((15, False), (16, True), (256, True), (257, False)):
+        shape = nhd(2, 16, channels)
+        given = torch.zeros(2, 4, channels), torch.zeros(3, shape.page_elements), shape.keys, table
+        layout = PageLayout(shape.keys, shape.values)
+        assert triton_attention.supports(layout, torch.float32) == fits
+        if fits:
+            triton_attention.check_inputs(*given, 1.0)
+        else:
+            with pytest.raises(ValueError, match=f"keys have {channels} channels; expected 16 to"):
+                triton_attention.check_inputs(*given, 1.0)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])

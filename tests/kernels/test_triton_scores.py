@@ -217,8 +217,10 @@ def test_nothing_to_score() -> None:
     shape = nhd(2, 16, 32)
     batch = make_batch(shape, 2, [[3]], torch.float32)
     none = replace(batch, query=batch.query[:0], positions=batch.positions[:0])
-    assert torch.equal(run(none, shape, 4).cpu(), torch.zeros(4))
-    assert run(batch, shape, 0).shape == (0,)
+    for tokens, of in ((4, none), (0, batch), (0, none)):
+        found = run(of, shape, tokens).cpu()
+        assert torch.equal(found, torch.zeros(tokens))
+        assert found.dtype == torch.float32
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -232,6 +234,8 @@ def test_what_does_not_fit_is_refused() -> None:
         run(replace(batch, positions=batch.positions.int()), shape, 21)
     with pytest.raises(ValueError, match="block_ids has 3 entries; the tokens fill 4 pages"):
         run(batch, shape, 49)
+    with pytest.raises(ValueError, match="num_tokens is -1; expected 0 or more"):
+        run(batch, shape, -1)
     many = replace(batch, query=batch.query.repeat(1, 16, 1))
     with pytest.raises(ValueError, match="tiles of 16 rows cannot hold 32 heads"):
         run(many, shape, 21, tuning=SMALL)

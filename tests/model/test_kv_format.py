@@ -81,6 +81,9 @@ def test_scales_that_are_none_are_refused(scale: float) -> None:
 def test_scales_of_each_head_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="layer 7 has 8 scales for its keys and values"):
         check_format([layer("fp8", _v_scale=torch.ones(8))])
+    with pytest.raises(UnsupportedModelError, match="layer 7 has 2 scales for its keys and values"):
+        check_format([layer("fp8", _k_scale=torch.ones(2))])
+    check_format([layer("fp8", _k_scale=torch.ones(1), _v_scale=torch.ones(1))])
 
 
 def test_layers_that_differ_are_refused() -> None:

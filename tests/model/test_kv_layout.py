@@ -179,5 +179,11 @@ def test_pages_may_be_views_but_must_be_dense() -> None:
     assert torch.equal(flat_pages(cache.permute(0, 2, 1, 3)), cache.view(2, -1))
     every_other = cache[:, 0]  # two layers in one allocation: pages lie apart, each is dense
     assert torch.equal(flat_pages(every_other), every_other.reshape(2, -1))
-    with pytest.raises(ValueError, match="not dense"):
-        flat_pages(cache[..., :4])
+    one_head = cache.as_strided((2, 1, 4, 5), (60, 999, 5, 1), 20)  # whose stride says nothing
+    assert torch.equal(flat_pages(one_head), cache[:, 1].reshape(2, -1))
+    assert torch.equal(flat_pages(cache[1:]), cache[1:].view(1, -1))
+    for gaps in (cache[..., :4], cache[:, :, :3], cache[..., ::5]):
+        with pytest.raises(
+            ValueError, match=r"not dense in memory \(shape \(2, .*, strides \(60, "
+        ):
+            flat_pages(gaps)

@@ -164,6 +164,47 @@ def test_states_that_are_kept_take_the_place_of_all(at_once: int) -> None:
     assert found.hidden_states.data_ptr() == hidden_states.data_ptr()
 
 
+def rows_of(state: LayerState) -> tuple[list[float], list[float] | None]:
+    residual = None if state.residual is None else state.residual[:, 0].tolist()
+    return state.hidden_states[:, 0].tolist(), residual
+
+
+@pytest.mark.parametrize(("left", "right"), [(True, True), (True, False), (False, True)])
+def test_states_follow_each_other_with_their_residuals_if_both_have_one(
+    left: bool, right: bool
+) -> None:
+    column = torch.tensor([[1.0], [2.0]])
+    one = LayerState(column, 10 * column if left else None)
+    other = LayerState(3 * column, 30 * column if right else None)
+    hidden_states, residual = rows_of(one.followed_by(other))
+    assert hidden_states == [1, 2, 3, 6]
+    assert residual == ([10, 20, 30, 60] if left and right else None)
+
+
+def test_the_residual_stream_is_both_added_up() -> None:
+    column = torch.tensor([[1.0], [2.0]])
+    both, alone = LayerState(column.clone(), 10 * column), LayerState(column.clone(), None)
+    assert both.stream.flatten().tolist() == [11, 22]
+    assert alone.stream is alone.hidden_states
+    hidden_states = both.hidden_states
+    assert rows_of(both.summed()) == ([11, 22], None)
+    assert both.summed().hidden_states is hidden_states, "in the place of these"
+    assert alone.summed() is alone
+    copied = LayerState(column, 10 * column).clone()
+    column.zero_()
+    assert rows_of(copied) == ([1, 2], [10, 20])
+
+
+def test_a_stream_enters_as_the_layer_adds_it_up(world: World) -> None:
+    """The first layer is given no residual."""
+    stream = torch.ones(2, HIDDEN)
+    first, second = (world.stack.state_of(stream, index) for index in (0, 1))
+    assert first.residual is None
+    assert first.hidden_states is stream
+    assert second.residual is stream
+    assert torch.equal(second.hidden_states, torch.zeros(2, HIDDEN))
+
+
 class Plain(nn.Module):
     """A decoder layer without a residual of its own; some return a tuple."""
 
@@ -233,3 +274,25 @@ def test_a_model_of_another_shape_is_refused() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=expected.format(len(attention))):
             stack(layers, attention)
+
+
+class PerToken(Plain):
+    """A layer that is given something else of each token, too."""
+
+    def forward(self, positions: Any, hidden_states: Any, deep: Any = None, scale: Any = 1) -> Any:
+        return hidden_states
+
+
+def test_layers_that_take_more_of_each_token_are_refused() -> None:
+    attention = nn.Identity()
+
+    class Model(PlainModel):
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](positions, input_ids, deep=input_ids, scale=3)
+
+    stack = DecoderStack(Model([PerToken(attention, False)]), {"0": attention})
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"^PerToken.forward takes more than hidden states of each token \(deep\)$",
+    ):
+        stack.embed(torch.tensor([1]), torch.tensor([0]))

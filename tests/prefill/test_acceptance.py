@@ -315,6 +315,16 @@ def test_of_many_halo_tokens_some_are_compared_the_last_among_them(
     assert [each.tolist() for each in module.compared_tokens(short)] == [[9], [17]]
 
 
+@pytest.mark.parametrize(("halo", "compared"), [(255, 255), (256, 256), (257, 129), (513, 171)])
+def test_up_to_256_halo_tokens_are_all_compared(halo: int, compared: int) -> None:
+    """Of more every second one, and so on; the last is always among them."""
+    one = Check(np.array([5], np.int32), np.array([2000], np.int32), halo, 0.5)
+    [found] = module.compared_tokens(one)
+    assert len(found) == compared
+    assert found[0] == 5 + halo - 1
+    assert found.min() >= 5
+
+
 def test_what_was_computed_in_this_very_context_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

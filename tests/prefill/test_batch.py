@@ -4,6 +4,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.prefill.tiny import CHANNELS, KV_HEADS, LAYOUT, SIZE, make_plan
@@ -86,3 +87,52 @@ def test_its_program_is_that_of_its_plans() -> None:
     program = Probed(Gather.MAX, 0.25)
     assert Batch(plans(program=program, top_k=1), SIZE, CPU).program == program
     assert Batch(plans(), SIZE, CPU).program == Fixed()
+
+
+def test_part_of_what_the_slots_hold() -> None:
+    batch = Batch(plans(), SIZE, CPU)
+    cache = torch.randn(10, 2, KV_HEADS, SIZE, CHANNELS)
+    pages = flat_pages(cache)
+    for strides in (LAYOUT.keys, LAYOUT.values):
+        whole = batch.held(pages, strides)
+        assert torch.equal(batch.held(pages, strides, slice(7, 12)), whole[7:12])
+
+
+@pytest.mark.parametrize(
+    ("chunk_work", "most", "layers", "tokens"),
+    [
+        (None, 50, 3, 50),
+        (30, 50, 3, 10),
+        (32, 50, 3, 10),
+        (33, 50, 3, 11),
+        (30, 9, 3, 9),
+        (2, 50, 3, 1),  # less than a token would never end
+        (30, 50, 1, 30),
+        (30, 50, 0, 30),
+    ],
+)
+def test_a_chunk_is_no_more_than_others_may_wait_for(
+    chunk_work: int | None, most: int, layers: int, tokens: int
+) -> None:
+    assert Batch(plans(), SIZE, CPU, chunk_work).chunk_tokens(most, layers) == tokens
+
+
+def test_the_token_behind_each_is_known_but_for_the_last_of_some_plans() -> None:
+    """Where vLLM is to compute it, or nobody knows it."""
+    first, second, third = plans()
+    second.token_at_stop = 77
+    given = [first, second, third]
+    batch = Batch(given, SIZE, CPU)
+    ids = batch.tokens.token_ids.tolist()
+    assert first.next_token is not None
+    assert batch.following().tolist() == [*ids[1:9], -1, *ids[10:14], 77, -1]
+    assert batch.tokens.token_ids.tolist() == ids
+
+
+def test_which_tokens_were_computed_is_told_by_request_and_in_order() -> None:
+    batch = Batch(plans(), SIZE, CPU)
+    active = torch.tensor([13, 8, 10, 0, 14])
+    assert batch.positions(active, {"a", "b"}) == {"a": (4, 12), "b": (7, 10)}
+    assert batch.positions(active, ["c"]) == {"c": (0,)}
+    assert batch.positions(active, {"nobody"}) == {}
+    assert batch.positions(active, ()) == {}

@@ -15,6 +15,7 @@ from tests.prefill.pages import BLOCK_SIZE, HEAD_SIZE, Layer, make_layer
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.dispatch import Kernels
+from vllm_segreuse.kernels.page_tokens import write_tokens
 from vllm_segreuse.kernels.pages import Moves
 from vllm_segreuse.kernels.reference_codecs import encode
 from vllm_segreuse.model.kv_layout import discover_layout
@@ -131,6 +132,51 @@ def test_codes_that_are_too_coarse_are_found(codec: Codec) -> None:
     scratch, aligner, layouts = subject(torch.float32, codec, encode=rounds_twice_as_far)
     with pytest.raises(UnsupportedModelError, match="are not what they should be"):
         prove_codec(scratch, aligner, layouts, ROPES)
+
+
+def steps_of(codec: Codec, tokens: torch.Tensor, over: int) -> torch.Tensor:
+    """Half the distance of codes of the first token's numbers; `tokens` are those of its block."""
+    largest = tokens.abs().amax(over, keepdim=True)[:1]
+    if codec is Codec.INT8:
+        return (largest / 127 / 2).expand(1, *tokens.shape[1:])
+    steps = (largest / 448 / 1024).expand(1, *tokens.shape[1:])
+    return (tokens[:1].abs() / 16).maximum(steps)
+
+
+@CODED
+@pytest.mark.parametrize(("times", "fine"), [(0.99, True), (1.01, False)])
+@pytest.mark.parametrize("what", ["values", "keys that stay", "keys that turn"])
+def test_a_number_may_be_off_by_half_a_step(
+    what: str, times: float, fine: bool, codec: Codec
+) -> None:
+    """Of a code; a turned one by the root of both squares of its pair."""
+    scratch, plain, layouts = subject(torch.float32, codec)
+    index = 0 if what == "keys that turn" else 1
+    layout = layouts[index]
+    part, over = (layout.values, 2) if what == "values" else (layout.keys, 0)
+    own = part.tokens(scratch.layers[index].pages[1:2])
+    half = steps_of(codec, own, over)
+    wanted = own[:1].clone()
+    if what == "keys that turn":
+        wanted = NEOX.rotate(wanted, torch.tensor([scratch.distance]))
+        squares = half.unflatten(-1, (2, -1)).square().sum(-2)
+        half = squares.sqrt().repeat(1, 1, 2)
+
+    def off(pages: Any, parts: Any, moves: Moves, cells: Any, codec: Codec) -> None:
+        reference.align(pages, parts, moves, cells, codec)
+        if pages[0].data_ptr() == scratch.layers[index].pages.data_ptr():
+            behind = torch.tensor([int(scratch.copy[0]) * BLOCK_SIZE + 1])
+            write_tokens(pages[0], part, behind, wanted + times * half)
+
+    _, aligner, _ = subject(torch.float32, codec, decode=off)
+    aligner = Aligner(
+        [replace(it, kernels=aligner.layers[0].kernels) for it in plain.layers], codec
+    )
+    if fine:
+        prove_codec(scratch, aligner, layouts, ROPES)
+    else:
+        with pytest.raises(UnsupportedModelError, match=r"off by 1 times what rounding allows"):
+            prove_codec(scratch, aligner, layouts, ROPES)
 
 
 def test_pages_that_cannot_be_stored_are_found() -> None:

@@ -17,7 +17,7 @@ from tests.prefill.loaded import LAYERS, POSITIONS, Loaded, loaded, refused
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.drafts import Draft
-from vllm_segreuse.model.layers import DecoderStack, LayerState
+from vllm_segreuse.model.layers import DecoderStack, LayerState, UnsupportedModelError
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import checks
 from vllm_segreuse.prefill.align import Aligner
@@ -174,9 +174,12 @@ def test_what_leaves_the_last_layer_is_refused(drafted: tuple[Loaded, str]) -> N
 
 
 def test_a_draft_of_few_positions_is_refused(drafted: tuple[Loaded, str]) -> None:
-    assert "the draft takes 100 positions, the proof needs" in why_refused(
-        drafted, max_model_len=100
-    )
+    # The last of 125 tokens, moved by 210, where the first is at position 1.
+    needed = 1 + 124 + 210 + 1
+    for few in (100, needed - 1):
+        why = f"the draft takes {few} positions, the proof needs {needed}"
+        assert why in why_refused(drafted, max_model_len=few)
+    proven(drafted, max_model_len=needed)
 
 
 def test_layers_that_are_not_run_are_refused(
@@ -230,6 +233,72 @@ def test_states_are_combined_as_the_draft_does(drafted: tuple[Loaded, str]) -> N
     draft = Draft(drafter_of(model, method), model.attention, stack)
     states = torch.ones(3, 4)
     assert torch.equal(draft.combined(states), states * (2 if method == "eagle3" else 1))
+
+
+class Target:
+    """Of four layers, which returns what enters some of them."""
+
+    def __init__(self, auxiliary: tuple[int, ...]) -> None:
+        self.auxiliary_layers = auxiliary
+
+    def __len__(self) -> int:
+        return 4
+
+
+def draft_for(target: Any, method: str, uses_auxiliary: bool) -> Draft:
+    drafter = SimpleNamespace(
+        model=nn.Identity(),
+        method=method,
+        _draft_attn_layer_names=set(),
+        pass_hidden_states_to_model=True,
+        eagle3_use_aux_hidden_state=uses_auxiliary,
+        draft_model_config=SimpleNamespace(max_model_len=9),
+    )
+    return Draft(drafter, {}, target)
+
+
+@pytest.mark.parametrize(
+    ("method", "uses_auxiliary", "layers"),
+    [("eagle3", True, (0, 3)), ("eagle3", False, ()), ("eagle", True, ()), ("mtp", False, ())],
+)
+def test_only_eagle_3_is_given_states_of_other_layers_and_only_if_it_takes_them(
+    method: str, uses_auxiliary: bool, layers: tuple[int, ...]
+) -> None:
+    assert draft_for(Target((0, 3)), method, uses_auxiliary).auxiliary_layers == layers
+
+
+@pytest.mark.parametrize("layer", [-1, 4])
+def test_states_that_enter_no_layer_are_refused_of_those_who_take_them(layer: int) -> None:
+    target = Target((0, layer))
+    with pytest.raises(UnsupportedModelError, match=rf"last of 4 layers \(\(0, {layer}\)\)"):
+        draft_for(target, "eagle3", True)
+    assert draft_for(target, "eagle3", False).auxiliary_layers == ()
+    assert draft_for(target, "eagle", True).auxiliary_layers == ()
+
+
+def test_a_draft_without_states_is_called_with_ids_and_positions_only() -> None:
+    """Of others each call has a copy of the states: drafts change theirs in place."""
+    calls: list[dict[str, Any]] = []
+
+    def noting(**given: Any) -> None:
+        calls.append({name: each.clone() for name, each in given.items()})
+        if "hidden_states" in given:
+            given["hidden_states"].zero_()
+
+    ids, positions, states = torch.tensor([7, 8]), torch.tensor([0, 5]), torch.ones(2, 3)
+    draft: Any = draft_for(Target(()), "eagle", False)
+    draft.model, draft.given, draft.first = noting, states, 1
+    draft.forward(ids, positions)
+    draft.takes_states = False
+    draft.forward(ids, positions)
+    with_states, without = calls
+    assert torch.equal(with_states.pop("hidden_states"), torch.ones(2, 3))
+    assert torch.equal(states, torch.ones(2, 3))
+    for call in (with_states, without):
+        assert {name: each.tolist() for name, each in call.items()} == {
+            "input_ids": [7, 8],
+            "positions": [1, 6],
+        }
 
 
 @EAGLE

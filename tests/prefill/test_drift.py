@@ -15,6 +15,7 @@ from vllm_segreuse.kernels import page_tokens
 from vllm_segreuse.kernels.pages import flat_pages
 from vllm_segreuse.plan import Boundary, Fate, Gather, PlanOutcome, Probed, ReusePlan
 from vllm_segreuse.prefill import drift as module
+from vllm_segreuse.prefill.outcomes import Ended
 
 LATE = {"program": Probed(Gather.SUM_AND_LAST, first_layer=2), "top_k": 5}
 
@@ -125,6 +126,26 @@ def test_where_drift_is_not_measured_no_bound_is_exceeded(
     )
 
 
+@pytest.mark.parametrize(
+    ("fine", "drift", "too_far"),
+    [
+        (True, 2.0, False),
+        (True, 2.001, True),
+        (True, 1.9, False),
+        (True, math.nan, False),
+        (False, 9.0, False),  # computed in full for another reason
+    ],
+)
+def test_a_drift_of_just_its_bound_is_not_too_far(fine: bool, drift: float, too_far: bool) -> None:
+    one = plan("one", 10, **LATE)
+    one.max_drift = 2.0
+    ended = Ended(one, fine, 5, drift, ())
+    assert ended.is_too_far is too_far
+    assert ended.outcome(None)[0].in_full is too_far
+    assert ended.wants_positions is False
+    assert Ended(replace(one, explains=True), fine, 5, drift, ()).wants_positions
+
+
 def test_a_spoilt_plan_has_no_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     world, one = World(monkeypatch), plan("one", 10, **LATE)
     one.max_drift = 0.0
@@ -172,3 +193,27 @@ def test_segments_of_which_no_token_may_be_chosen_do_not_count(
     other = replace(one, recipe=replace(one.recipe, fates=fates))
     assert len(one.pieces.segments(one.start).first) == one.num_segments_to_choose_of == 2
     assert other.num_segments_to_choose_of == 1
+
+
+def test_how_far_off_tokens_are_is_relative_to_each_heads_new_norm() -> None:
+    """And where that is next to nothing, to a millionth."""
+    moved = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 2e-6], [0.0, 0.0]]])
+    new = torch.tensor([[[0.0, 5.0], [0.0, 2.0]], [[0.0, 0.0], [0.0, 0.0]]])
+    expected = [(math.sqrt(10) / 5 + 1 / 2) / 2, (2 + 0) / 2]
+    found = module.relative_difference(moved, new)
+    assert found.tolist() == pytest.approx(expected)
+    assert (found.shape, found.dtype) == ((2,), torch.float32)
+
+
+def test_differences_are_summed_by_group_and_averaged_over_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "mean_over_ranks", lambda values: values)
+    new = [torch.ones(3, 1, 1), torch.full((3, 1, 1), 2.0)]
+    moved = [torch.tensor([1.0, 2.0, 4.0]).view(3, 1, 1), torch.full((3, 1, 1), 3.0)]
+    found = module.summed_differences(moved, iter(new), [2, 0, 1], torch.device("cpu"))
+    # Relative differences of 0, 1 and 3 at one layer, of a half each at the other.
+    assert found.tolist() == pytest.approx([(0.5 + 1.5) / 2, 0, 3.5 / 2])
+    assert found.dtype == torch.float64
+    nothing = module.summed_differences([], [], [0, 0], torch.device("cpu"))
+    assert nothing.tolist() == [0, 0]

@@ -115,6 +115,23 @@ def test_queries_that_are_not_absorbed_are_refused(
     assert "does not attend to all tokens before" in refusal(model)
 
 
+def test_logits_of_the_proof_are_neither_all_alike_nor_far_apart(
+    model: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else queries that are wrong would give the same weights: all alike, or of one key."""
+    attend = reference.attend
+    logits: list[torch.Tensor] = []
+
+    def noting(query: torch.Tensor, key: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        scale = given[2]
+        logits.append(torch.einsum("qhd,td->hqt", query.float(), key[:2, 0]) * scale)
+        return attend(query, key, *given, **more)
+
+    monkeypatch.setattr(proof.reference, "attend", noting)
+    prove(model)
+    assert all(0.8 < found.square().mean().sqrt() < 1.25 for found in logits)
+
+
 def test_decodes_that_see_the_future_are_refused(
     model: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,18 @@ def test_rounding_passes() -> None:
     prove_long_contexts([layer(kernels, dtype=torch.bfloat16)], torch.bfloat16)
 
 
+@pytest.mark.parametrize("what", ["attend", "score"])
+def test_a_ten_thousandth_is_rounding_and_more_is_not(what: str) -> None:
+    for off, fine in ((0.9e-4, True), (1.1e-4, False)):
+        kernels = Kernels()
+        setattr(kernels, what, lambda out, *_, off=off: out * (1 + off))
+        if fine:
+            prove_long_contexts([layer(kernels)], torch.float32)
+        else:
+            with pytest.raises(UnsupportedModelError, match=r"\(off by 0\.00011 of its norm\)$"):
+                prove_long_contexts([layer(kernels)], torch.float32)
+
+
 @pytest.mark.parametrize("common", [True, False])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_attention_that_is_off_is_refused(splits: int, common: bool) -> None:

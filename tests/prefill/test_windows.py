@@ -55,6 +55,28 @@ def test_a_window_that_is_off_by_one_is_found(
     assert f"the pass does not attend to the last {window} tokens" in refusal(gemma)
 
 
+@pytest.mark.usefixtures("only_by_layer")
+@pytest.mark.parametrize("gemma", ["float32"], indirect=True)
+@pytest.mark.parametrize(("times", "passes"), [(0.9, True), (1.1, False)])
+def test_behind_a_window_attention_may_be_off_by_a_share_of_one_key_of_it(
+    times: float, passes: bool, gemma: Loaded, monkeypatch: Patch
+) -> None:
+    """There no key with a value is seen: the output is zero, and a window's keys weigh alike."""
+    attend = cpu.sparse_attention
+
+    def inexact(out: torch.Tensor, *given: Any, **more: Any) -> None:
+        attend(out, *given, **more)
+        positions = given[6]
+        if more.get("window") and len(positions) < 10:
+            out[positions == WINDOW + 1] += times * 1e-4 / WINDOW
+
+    monkeypatch.setattr(cpu, "sparse_attention", inexact)
+    if passes:
+        prove(gemma)
+    else:
+        assert "the pass does not attend to the last 40 tokens" in refusal(gemma)
+
+
 def set_window(layer: Any, window: int, patch: Patch) -> None:
     patch.setattr(layer, "sliding_window", window)
     patch.setattr(layer.impl, "sliding_window", window)

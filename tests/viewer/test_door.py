@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from vllm.v1.metrics import prometheus
 
-from segreuse_extras.viewer.door import MAX_LOGIN_BYTES
-from segreuse_extras.viewer.sessions import COOKIE, LIFETIME_S
+from segreuse_extras.viewer.sessions import COOKIE
+from tests.explain.reports import REPORT
 from tests.knowledge.admin_app import TOKEN
 from tests.viewer.served import BEARER, BODY, UI, handle, viewer_app
 
@@ -61,6 +61,14 @@ def test_files_want_a_session_too(client: TestClient, path: str) -> None:
     assert client.get(f"{UI}/static/{path}", headers=BEARER).status_code == 200
 
 
+def test_files_have_their_type_and_are_asked_for_anew(known: TestClient) -> None:
+    for name, kind in (("viewer.css", "text/css"), ("live.js", "text/javascript")):
+        answer = known.get(f"{UI}/static/{name}")
+        assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
+        assert answer.headers["cache-control"] == "no-cache"
+    assert known.get(f"{UI}/requests").headers["cache-control"] == "no-store"
+
+
 def test_only_files_of_pages_are_served(known: TestClient) -> None:
     for path in ("nothing.css", "../templates/base.html", "..%2Fsessions.py", "x.py"):
         assert known.get(f"{UI}/static/{path}").status_code == 404
@@ -70,8 +78,9 @@ def test_the_cookie_is_for_the_pages_only(client: TestClient) -> None:
     answer = client.post(f"{UI}/login", data={"token": TOKEN})
     assert answer.status_code == 303
     assert answer.headers["location"] == f"{UI}/requests"
+    # Eight hours.
     parts = set(answer.headers["set-cookie"].lower().split("; "))
-    assert {"httponly", "samesite=strict", f"path={UI}", f"max-age={LIFETIME_S}"} <= parts
+    assert {"httponly", "samesite=strict", f"path={UI}", "max-age=28800"} <= parts
     assert "secure" not in parts
     assert TOKEN not in answer.headers["set-cookie"]
     cookie = {"Cookie": f"{COOKIE}={client.cookies[COOKIE]}"}
@@ -96,6 +105,10 @@ def test_behind_a_proxy_with_a_path_links_and_cookie_have_it(app: FastAPI) -> No
         assert f'href="/llm{UI}/static/viewer.css"' in shown.text
 
 
+def test_spaces_around_the_token_do_not_matter(client: TestClient) -> None:
+    assert client.post(f"{UI}/login", data={"token": f"\t{TOKEN} \n"}).status_code == 303
+
+
 @pytest.mark.parametrize("token", ["wrong", "", TOKEN + "x"])
 def test_a_wrong_token_opens_nothing(client: TestClient, token: str) -> None:
     answer = client.post(f"{UI}/login", data={"token": token})
@@ -112,8 +125,9 @@ def test_the_token_is_not_taken_from_a_url(client: TestClient) -> None:
 
 
 def test_who_is_not_known_cannot_send_much(client: TestClient) -> None:
-    answer = client.post(f"{UI}/login", content=b"token=" + b"x" * MAX_LOGIN_BYTES)
-    assert answer.status_code == 413
+    for count, status in ((4096, 403), (4097, 413)):
+        content = b"token=".ljust(count, b"x")
+        assert client.post(f"{UI}/login", content=content).status_code == status
 
 
 @pytest.mark.parametrize("cookie", ["", "x", "1.2.3", "9999999999.aa.bb", "é"])
@@ -199,6 +213,55 @@ def test_with_the_option_texts_begin_the_stretches() -> None:
         shown = client.get(f"{UI}/requests/1", headers=BEARER).text
         assert "text of 645 and more" in shown
         assert "text of 2627 and more" in shown
+
+
+def test_texts_are_the_beginnings_of_stretches() -> None:
+    app = viewer_app(keeps_text=True)
+    with TestClient(app) as client:
+        handle(app.state.admin.state.recent, "one")
+        engine = app.state.admin.state.engine_client
+        decoded: list[list[int]] = []
+        engine.tokenizer.decode = lambda ids: decoded.append(ids) or ""
+        client.get(f"{UI}/requests/1", headers=BEARER)
+        expected = [(0, 24), (640, 5), (645, 24), (1196, 24), (2237, 24), (2537, 24), (2627, 1)]
+        assert decoded == [[*range(start, start + count)] for start, count in expected]
+        engine.tokenizer = None
+        assert client.get(f"{UI}/requests/1", headers=BEARER).status_code == 200
+
+
+def test_a_request_that_was_not_explained_has_its_report(known: TestClient, app: FastAPI) -> None:
+    recent = app.state.admin.state.recent
+    plain = {name: it for name, it in REPORT.items() if name != "explain"}
+    seen = handle(recent, "cmpl-plain", plain)
+    seen.began_s, seen.total_s, seen.first_token_s = 1_700_000_000.9, 1.234, 0.4321
+    shown = known.get(f"{UI}/requests/1").text
+    assert "cmpl-plain, began 11-14 22:13:20 UTC, finished after 1.23 s." in shown
+    assert "1,682 of 2,628 tokens (64%) were reused with focus" in shown
+    assert "This request was not explained." in shown
+    assert "<dt>recomputed_tokens</dt><dd>178</dd>" in shown
+    listed = known.get(f"{UI}/requests").text
+    for cell in ("11-14 22:13:20", "2,628", "1,682", "31%", "1.25", "432 ms"):
+        assert f">{cell}</td>" in listed
+    seen.report = None
+    assert "were reused" not in known.get(f"{UI}/requests/1").text
+    assert "it has no report" in known.get(f"{UI}/requests").text
+
+
+def test_a_hundred_knowledge_bases_are_on_a_page(known: TestClient) -> None:
+    admin = UI.removesuffix("/ui")
+    for number in range(101):
+        body = {"name": f"base-{number:03}"}
+        made = known.post(f"{admin}/knowledge-bases", json=body, headers=BEARER)
+        assert made.status_code == 201, made.text
+    first = known.get(f"{UI}/knowledge").text
+    assert "base-099" in first
+    assert "base-100" not in first
+    after = re.search(r'href="(\?after=[^"]+)"', first)
+    assert after is not None
+    second = known.get(f"{UI}/knowledge{after[1]}").text
+    assert "base-100" in second
+    assert "base-099" not in second
+    assert "?after=" not in second
 
 
 def test_with_several_api_servers_pages_say_what_they_show() -> None:

@@ -127,7 +127,7 @@ class Weka:
             raise LogError(f"{where}: block_size={size!r} must be a number of tokens")
         session = str(value.get("id", where))
         salt = hashlib.blake2b(session.encode(), digest_size=8).digest()
-        base = int.from_bytes(salt, "little") >> 1
+        base = int.from_bytes(salt, "little")
         before = -math.inf
         for number, request in enumerate(value["requests"], 1):
             here = f"{where}, request {number}"
@@ -175,8 +175,8 @@ class HashIds:
         if self.block_tokens is None:
             fitting = [size for size in SIZES if -(-tokens // size) == ids]
             if len(fitting) != 1:
-                # Of a prompt of one or two blocks many sizes could be: assume the usual one.
-                return 512 if 512 in fitting else max(fitting, default=512)
+                # Of a prompt of one block any size could be; of none, assume the usual one.
+                return max(fitting, default=512)
             (self.block_tokens,) = fitting
         if -(-tokens // self.block_tokens) != ids:
             raise LogError(

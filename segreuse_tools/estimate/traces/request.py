@@ -52,9 +52,9 @@ class TraceRequest:
 
     where: str
     parts: tuple[PromptPart, ...]
-    output_tokens: int = 0
-    time_s: float | None = None
-    session: str | None = None
+    output_tokens: int
+    time_s: float | None
+    session: str | None
 
     @property
     def prompt_tokens(self) -> int:
