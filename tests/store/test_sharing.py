@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from segreuse_store import database
+from segreuse_store.disk import Disk
 from segreuse_store.encryption import Aes256Gcm
 from segreuse_store.folder import LostError
-from segreuse_store.leases import Owner
+from segreuse_store.leases import Leases, Owner
 from tests.store import records
 from tests.store.records import (
     SLOTS,
@@ -205,6 +206,40 @@ def test_what_engines_tell_each_other_does_not_grow_for_ever(
             (rows,) = sql.execute("SELECT count(*) FROM changes").fetchone()
             assert rows == min(number + 1, 5)
     store.close()
+
+
+def test_an_engine_may_miss_a_hundred_thousand_changes(tmp_path: Path) -> None:
+    """One more, and it reads all rows."""
+    store = folder(tmp_path)
+    write(store, 0)
+    (path,) = tmp_path.glob("*/records.sqlite")
+    with closing(sqlite3.connect(path)) as sql:
+        sql.execute("DELETE FROM changes")
+        rows = ((number, "of another", 0) for number in range(2, 100_002))
+        sql.executemany("INSERT INTO changes VALUES (?, ?, ?)", rows)
+        sql.commit()
+        kept = sql.execute("SELECT min(number), count(*) FROM changes").fetchone()
+        assert kept == (2, 100_000)
+        write(store, 1)
+        kept = sql.execute("SELECT min(number), count(*) FROM changes").fetchone()
+        assert kept == (3, 100_000)
+    store.close()
+
+
+def test_so_many_engines_of_one_owner_may_use_a_store_and_no_more(tmp_path: Path) -> None:
+    leases = [Leases(str(tmp_path), Owner(), Disk()) for _ in range(65)]
+    for lease in leases[:64]:
+        with lease.opening():
+            pass
+    assert [lease.alone for lease in leases[:64]] == [True, *[False] * 63]
+    assert [lease.name.partition("-")[2] for lease in leases[:64]] == [*map(str, range(64))]
+    with pytest.raises(OSError, match=r"all 64 leases of .* are held"), leases[64].opening():
+        pass
+    leases[3].close()
+    with leases[64].opening():
+        assert leases[64].name == leases[3].name
+    for lease in leases:
+        lease.close()
 
 
 # Documents of knowledge bases.
