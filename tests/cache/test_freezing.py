@@ -276,6 +276,15 @@ def test_each_cause_has_words_of_its_own() -> None:
     assert "2 of its 2 blocks may not donate" in (world.freezing.why_refused("unknown") or "")
 
 
+def test_the_causes_of_a_thousand_entries_are_known() -> None:
+    freezing = World().freezing
+    for number in range(1025):
+        freezing.refuse(f"entry {number}", f"reason {number}")
+    assert freezing.why_refused("entry 0") is None
+    assert freezing.why_refused("entry 1") == "reason 1"
+    assert freezing.why_refused("entry 1024") == "reason 1024"
+
+
 def test_the_causes_that_were_noted_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freezing_module, "_REFUSALS", 2)
     freezing = World().freezing

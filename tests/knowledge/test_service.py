@@ -16,6 +16,7 @@ from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.features.knowledge import service as service_module
 from vllm_segreuse.features.knowledge import store
+from vllm_segreuse.features.knowledge.catalogue import Catalogue
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.compressing import Work
 from vllm_segreuse.features.knowledge.engine import NotFrozenError
@@ -724,6 +725,43 @@ def test_what_takes_no_blocks_still_has_a_limit(monkeypatch: pytest.MonkeyPatch)
         await service.delete("base", "a")
         await service.add("base", new("b"))
         assert await statuses(service) == {"b": "warm"}
+
+    run(test)
+
+
+def test_what_takes_no_blocks_is_told_in_bytes() -> None:
+    """Of a document 1024, and four for each letter of its id and of its metadata; of a base four
+    for each letter of its preamble and each token, and 24 for each letter of its metadata."""
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        catalogue = service.catalogue
+        empty = catalogue.num_bytes
+        assert empty == 1024 + 4 * len(engine.start_tokens()) + 24 * len("{}")
+        new: Any = [{"id": "abc", "token_ids": [1, 2], "metadata": {"k": 7}}]
+        await service.add("base", AddDocuments(documents=new, wait=True))
+        assert catalogue.num_bytes - empty == 1024 + 4 * (len("abc") + len('{"k": 7}'))
+        before = catalogue.num_bytes
+        await service.create_base(CreateBase(name="other", preamble="Read", metadata={"k": 7}))
+        context = catalogue.bases["other"].context
+        assert catalogue.num_bytes - before == 1024 + 4 * (4 + len(context)) + 24 * len('{"k": 7}')
+
+    run(test)
+
+
+def test_the_servers_memory_holds_256_mib_of_what_is_said_of_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        full = 2**28 - (1024 + 4 * (len("a") + len("{}")))
+        monkeypatch.setattr(Catalogue, "num_bytes", property(lambda catalogue: full))
+        await service.add("base", documents(a=[1]))
+        monkeypatch.setattr(Catalogue, "num_bytes", property(lambda catalogue: full + 1))
+        with pytest.raises(NoRoomError) as caught:
+            await service.add("base", documents(b=[1]))
+        assert str(caught.value) == (
+            "names, preambles and metadata of all bases and documents would take 268435457 bytes "
+            "of the server's memory, of at most 268435456: delete some, or send less metadata"
+        )
 
     run(test)
 
