@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace as Of
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.features.knowledge import service as service_module
 from vllm_segreuse.features.knowledge import store
 from vllm_segreuse.features.knowledge.catalogue import Catalogue
@@ -29,7 +31,7 @@ from vllm_segreuse.features.knowledge.errors import (
     UnavailableError,
 )
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
-from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
 from vllm_segreuse.features.knowledge.store import Store
 from vllm_segreuse.features.knowledge.warming import Urgency, Warming, WarmingStatus
 from vllm_segreuse.plan import FreezeOrder
@@ -391,6 +393,61 @@ def test_token_ids_of_another_model_are_refused(body: dict[str, Any], param: str
         assert await statuses(service) == {}
 
     run(test)
+
+
+def test_every_token_of_the_model_may_be_in_a_document() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[0, engine.vocab_size - 1]))
+        with pytest.raises(InvalidError, match="token 1000 is none of this model's 1000"):
+            await service.add("base", documents(b=[0, engine.vocab_size]))
+
+    run(test)
+
+
+@pytest.mark.parametrize(("longest", "whole"), [(64, 60), (65, 64), (68, 64), (69, 68)])
+def test_a_prompt_leaves_room_for_one_token_of_output(longest: int, whole: int) -> None:
+    async def main() -> None:
+        model = Of(max_model_len=longest, hf_config=Of(to_dict=dict))
+        vllm_config = Of(model_config=model, cache_config=Of(block_size=BLOCK_SIZE))
+        service = await start_service(FakeEngine(), vllm_config, SegReuseConfig())
+        await service.create_base(CreateBase(name="largest", preamble="x" * (whole - 2)))
+        with pytest.raises(InvalidError) as caught:
+            await service.create_base(CreateBase(name="more", preamble="x" * (whole - 1)))
+        assert str(caught.value) == (
+            f"a preamble of {whole} tokens leaves no room for documents in prompts of {whole} "
+            "tokens: shorten it"
+        )
+        assert caught.value.param == "preamble"
+        await service.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_an_earlier_run_has_left_is_warmed_in_the_background_or_not(
+    tmp_path: Path, in_background: bool
+) -> None:
+    async def started(**options: Any) -> KnowledgeService:
+        model = Of(max_model_len=64, hf_config=Of(to_dict=dict))
+        vllm_config = Of(model_config=model, cache_config=Of(block_size=BLOCK_SIZE))
+        config = SegReuseConfig(knowledge_path=str(tmp_path / "m"), knowledge_chunk_tokens=5)
+        return await start_service(FakeEngine(), vllm_config, config, **options)
+
+    async def main() -> None:
+        service = await started()
+        await service.create_base(CreateBase(name="base"))
+        await service.add("base", documents(a=[*range(11)]))
+        [kept] = service.store.load().documents
+        assert len(kept.tokens) == 11
+        await service.close()
+        service = await started(**({"in_background": True} if in_background else {}))
+        await service.finish()
+        assert await statuses(service) == {"a": "warm" if in_background else "cold"}
+        [document] = await service.warm("base", WarmDocuments(wait=True))
+        assert document.blocks == 5, "chunks of 4, 4 and 3 tokens, each behind one"
+        await service.close()
+
+    asyncio.run(main())
 
 
 def test_a_preamble_without_room_for_documents_is_refused() -> None:
