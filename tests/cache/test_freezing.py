@@ -334,6 +334,16 @@ def test_room_is_made_if_all_that_is_missing_can_be_had() -> None:
     assert not world.freezing.make_room(1), "there is nothing left"
 
 
+@pytest.mark.parametrize(("others", "warm"), [(15, ["doc"]), (16, [])])
+def test_each_step_ends_with_the_pressure_that_is_allowed(others: int, warm: list[str]) -> None:
+    """18 of 20 blocks may be in use."""
+    world = World()
+    world.compute("doc")
+    world.blocks.pin([*range(3, 3 + others)])
+    world.freezing.begin_step()
+    assert [*world.state()["warm"]] == warm
+
+
 def test_why_something_is_not_frozen_is_a_sentence() -> None:
     world = World(limit=4)
     world.compute("small", blocks=2)
