@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -240,6 +241,47 @@ def test_so_many_engines_of_one_owner_may_use_a_store_and_no_more(tmp_path: Path
         assert leases[64].name == leases[3].name
     for lease in leases:
         lease.close()
+
+
+def test_who_finds_a_store_being_opened_waits_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
+    monkeypatch.setattr("segreuse_store.leases.time", clock)
+    lease = Leases(str(tmp_path), Owner(), Disk())
+    opening = Disk().lock(str(tmp_path / "opening"))
+    assert opening is not None
+    with (
+        pytest.raises(OSError, match=r"is being opened by another engine for 60 s"),
+        lease.opening(),
+    ):
+        pass
+    assert 60 <= now_s < 60.1
+    os.close(opening)
+    with lease.opening():
+        assert lease.alone
+    lease.close()
+
+
+def test_no_lease_is_said_to_have_expired_while_an_engine_opens_the_store(tmp_path: Path) -> None:
+    lease = Leases(str(tmp_path), Owner(), Disk())
+    with lease.opening():
+        assert lease.expired({"of nobody", lease.name}) == set()
+    assert lease.expired({"of nobody", lease.name}) == {"of nobody"}
+    lease.close()
+
+
+def test_owners_have_names_of_their_own_that_a_restart_finds_again() -> None:
+    owners = [Owner(), Owner(rank=1), Owner("a"), Owner("a", 1), Owner("b")]
+    assert len({owner.name for owner in owners}) == 5
+    assert {len(owner.name) for owner in owners} == {16}
+    assert Owner("a").name == Owner(os.path.abspath("a")).name == Owner("./a", 0).name
 
 
 # Documents of knowledge bases.
