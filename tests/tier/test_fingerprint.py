@@ -17,6 +17,7 @@ from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.features.tier.fingerprint import (
     UnknownWeightsError,
     UnsafeNamesError,
+    _folder,
     digest_of,
     model_fingerprint,
     sampled_weights,
@@ -154,6 +155,13 @@ def test_the_tokenizer_counts(tmp_path: Path) -> None:
     first = small_files(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]")
     assert small_files(tmp_path) != first
+
+
+def test_the_files_of_a_model_are_in_its_folder_or_beside_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    assert _folder(str(tmp_path), None, None) == _folder(str(file), None, None) == tmp_path
+    assert _folder("nobody/has-such-a-model", None, str(tmp_path)) is None
 
 
 def test_values_count_by_name() -> None:
