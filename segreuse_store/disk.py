@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The system calls of the store, each a method: tests replace them by calls that fail or hang.
 
-Everything is made for its owner alone (0600, folders 0700), whatever the process's umask.
+Everything is made for its owner alone (0600, folders 0700), whatever the process's umask. Python
+closes all descriptors where another program is started.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Disk:
             path: of the file, made if need be.
             shared: together with others that do so.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _FILE)
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -71,7 +72,7 @@ class Disk:
 
     def create(self, path: str) -> int:
         """Descriptor of a new file."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE)
 
     def append(self, descriptor: int, data: memoryview) -> int:
         """Bytes that were written; `data` may be cut."""
@@ -83,7 +84,7 @@ class Disk:
 
     def sync_folder(self, path: str) -> None:
         """Waits until the device has the folder's names."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -91,7 +92,7 @@ class Disk:
 
     def read(self, path: str, into: memoryview) -> int:
         """Reads a file from its beginning; returns how many bytes it has, up to `len(into)`."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             done = 0
             while done < len(into) and (count := os.readv(descriptor, [into[done:]])):

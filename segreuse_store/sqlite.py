@@ -83,7 +83,7 @@ def open_private(path: str, tables: str, timeout_s: float) -> sqlite3.Connection
         OSError: it can be neither read nor made.
     """
     # Before SQLite, which would make it for all users; its journals get the same mode.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE))
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, _FILE))
     sql = sqlite3.connect(path, timeout=timeout_s, check_same_thread=False)
     try:
         for pragma in _PRAGMAS:

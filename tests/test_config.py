@@ -19,6 +19,7 @@ from vllm_segreuse.options.parsing import (
     ParsedRequest,
     RequestError,
     bind_extra_keys,
+    parse_documents,
     parse_extra_keys,
     parse_request,
 )
@@ -360,6 +361,13 @@ def test_a_run_of_similar_text_is_longer_than_its_halo(
     assert options.least_run_tokens == least
 
 
+def test_a_table_of_contexts_at_its_limits() -> None:
+    for given in ({1: 0, 999: 4096}, {"1": 0, "999": "full_prefix"}, {5: 7, 6: 7, "all": 7}):
+        server = SegReuseConfig.from_options({"similarity": {"w_exact": given}})
+        assert server.similarity is not None
+        assert server.similarity.w_exact == {str(key): value for key, value in given.items()}
+
+
 def test_a_table_of_contexts_is_ordered_by_layer() -> None:
     server = SegReuseConfig.from_options(
         {"similarity": {"w_exact": {"all": "full_prefix", 16: 64, "8": 64}}}
@@ -472,6 +480,51 @@ def test_extra_keys_at_their_limits() -> None:
     for too_much in ([*keys, "a"], [keys[0] + "a"], [*bound, "a"]):
         with pytest.raises(RequestError):
             parse_request({"extra_keys": too_much}, CONFIG, trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("a" * 46, "'" + "a" * 46 + "'"),
+        ("a" * 47, "'" + "a" * 21 + "..." + "a" * 22 + "'"),
+        ([1, 2, 3], "[1, 2, 3]"),
+        ([1, 2, 3, 4], "[1, 2, 3, ...]"),
+        ((1, 2, 3, 4), "(1, 2, 3, ...)"),
+        ({1, 2, 3, 4}, "{1, 2, 3, ...}"),
+        ({1: 2, 3: 4, 5: 6, 7: 8}, "{1: 2, 3: 4, 5: 6, ...}"),
+        ([[1]], "[[1]]"),
+        ([[[1]]], "[[[...]]]"),
+        (10**18 - 1, "9" * 18),
+        (1 - 10**18, "-" + "9" * 18),
+        (10**18, "an integer beyond 64 bits"),
+        (-(10**18), "an integer beyond 64 bits"),
+        (1 << 50_000, "an integer beyond 64 bits"),
+        (b"a" * 100, "b'" + "a" * 20 + "..." + "a" * 22 + "'"),
+    ],
+    ids=short_repr,
+)
+def test_values_are_shown_cut(value: object, shown: str) -> None:
+    assert short_repr(value) == shown
+
+
+def test_documents_that_a_request_names_at_their_limits() -> None:
+    names = ["é" * 512] * 64
+    assert parse_documents(names) == tuple(names)
+    assert parse_documents("a") == parse_documents(["a"]) == ("a",)
+    assert parse_documents(None) == ()
+    for wrong, text in (
+        ([*names, "a"], "(65 names) must be a list of 1 to 64 strings"),
+        ([], "segreuse_documents=[] (0 names) must be a list of 1 to 64 strings"),
+        (5, "segreuse_documents=5 must be a list of 1 to 64 strings"),
+        ([5], "segreuse_documents: the name 5 must be a string"),
+        ([""], "segreuse_documents: the name '' must be 1 to 1024 bytes of UTF-8"),
+        ([names[0] + "a"], "must be 1 to 1024 bytes of UTF-8"),
+        (["a", "b\n"], "the name 'b\\n' must hold no control characters and no lone surrogates"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse_documents(wrong)
+        assert str(caught.value).endswith(text)
+        assert caught.value.option == "segreuse_documents"
 
 
 def test_a_string_means_a_list_of_it() -> None:

@@ -83,6 +83,14 @@ def test_survives_the_trip_between_processes() -> None:
     assert SegReuseStats(data=over_the_wire(stats)) == stats
 
 
+def test_what_was_counted_is_shown_without_the_rows_of_all_metrics() -> None:
+    stats = SegReuseStats()
+    stats.inc("tokens_total", 3, kind="exact")
+    assert repr(stats) == "SegReuseStats(data={'tokens_total': {'exact': 3}})"
+    others: list[Metric] = [*stats.metrics][:-1]
+    assert SegReuseStats(data=stats.data, metrics=others) == stats, "only what was counted counts"
+
+
 def test_empty_until_something_is_counted() -> None:
     stats = SegReuseStats()
     assert stats.is_empty()

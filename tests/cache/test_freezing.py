@@ -15,6 +15,7 @@ from tests.cache.test_frozen import TOTAL, Blocks
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.features.knowledge import freezing as freezing_module
 from vllm_segreuse.features.knowledge.freezing import Freezing
 from vllm_segreuse.features.knowledge.frozen import EntryUse, FrozenPool
@@ -32,7 +33,10 @@ class World:
         ticks = count()
         table = NamespaceTable(lambda namespace: False)
         self.namespace = table.intern(b"key")
-        self.pool = FrozenPool(Blocks(), table, TOTAL, limit, 0.9, True, lambda: float(next(ticks)))
+        self.blocks = Blocks()
+        self.pool = FrozenPool(
+            self.blocks, table, TOTAL, limit, 0.9, True, lambda: float(next(ticks))
+        )
         self.index = SegmentIndex(TOTAL, SIZE)
         self.tier = tier
         self.has_exact_names = True
@@ -274,6 +278,104 @@ def test_each_cause_has_words_of_its_own() -> None:
     world.index.insert = lambda *arguments, **options: None  # type: ignore[method-assign]
     assert not world.compute("unknown", blocks=2)
     assert "2 of its 2 blocks may not donate" in (world.freezing.why_refused("unknown") or "")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first", "blocks", "probed"),
+    [
+        (24, 0, [10, 11, 12, 13, 14, 15], 8),
+        (24, 4, [11, 12, 13, 14, 15], 12),
+        (24, 5, [11, 12, 13, 14, 15], 12),
+        (24, 9, [12, 13, 14, 15], 16),
+        (24, 20, [15], 20),
+        (24, 21, [15], None),
+        (24, 23, [15], None),
+        (23, 0, [10, 11, 12, 13, 14], 8),
+        (23, 16, [14], 16),
+        (23, 17, [14], None),
+    ],
+)
+def test_a_part_is_found_again_by_a_block_of_its_own_in_its_middle(
+    num_tokens: int, first: int, blocks: list[int], probed: int | None
+) -> None:
+    world = World()
+    tokens = np.arange(500, 500 + num_tokens, dtype=np.int32)
+    ids = [*range(10, 16)]
+    full = np.array(ids[: num_tokens // SIZE], np.int32)
+    world.index.insert(world.namespace, full, tokens[: len(full) * SIZE], 0)
+    order = FreezeOrder("doc", 0, 1, first)
+    part = world.freezing.part(Prompt(world.namespace, tokens), order, ids)
+    assert (part.namespace, part.block_ids) == (world.namespace, blocks)
+    if probed is None:
+        assert part.probe is None
+    else:
+        assert part.probe == window_hashes(tokens[probed : probed + SIZE].copy(), SIZE)[0]
+
+
+@pytest.mark.parametrize(("num_tokens", "first"), [(24, 24), (23, 20), (3, 0), (4, 4)])
+def test_a_part_without_a_full_block_is_none(num_tokens: int, first: int) -> None:
+    world = World()
+    prompt = Prompt(world.namespace, np.arange(num_tokens, dtype=np.int32))
+    with pytest.raises(ValueError, match=f"^no full block holds a token from {first} on$"):
+        world.freezing.part(prompt, FreezeOrder("doc", 0, 1, first), [*range(6)])
+
+
+def test_room_is_made_if_all_that_is_missing_can_be_had() -> None:
+    world = World()
+    world.compute("one", blocks=3)
+    world.compute("two", blocks=2)
+    for missing in (-1, 0, 6):
+        assert not world.freezing.make_room(missing)
+    world.blocks.pin([0])  # a request reads it
+    assert not world.freezing.make_room(5), "four would be free"
+    assert len(world.pool.warm()) == 2
+    assert world.freezing.make_room(4)
+    assert world.pool.num_frozen == 0
+    assert not world.freezing.make_room(1), "there is nothing left"
+
+
+@pytest.mark.parametrize(("others", "warm"), [(15, ["doc"]), (16, [])])
+def test_each_step_ends_with_the_pressure_that_is_allowed(others: int, warm: list[str]) -> None:
+    """18 of 20 blocks may be in use."""
+    world = World()
+    world.compute("doc")
+    world.blocks.pin([*range(3, 3 + others)])
+    world.freezing.begin_step()
+    assert [*world.state()["warm"]] == warm
+
+
+def test_why_something_is_not_frozen_is_a_sentence() -> None:
+    world = World(limit=4)
+    world.compute("small", blocks=2)
+    assert not world.compute("large", blocks=3)
+    assert world.freezing.why_refused("large") == (
+        "the frozen pool had no room for it: 2 of 4 blocks at most are frozen, and a part of it "
+        "takes 3: remove documents or raise frozen_share, and warm it again"
+    )
+    assert not world.compute("later", part=1, parts=2)
+    assert world.freezing.why_refused("later") == (
+        "parts of it were evicted, or it was removed, while the others were computed: warm it "
+        "again when fewer requests run"
+    )
+    tier = FakeTier()
+    tier.is_off = True
+    off = World(limit=0, tier=tier)
+    assert not off.compute("doc", blocks=1)
+    assert off.freezing.why_refused("doc") == (
+        "the frozen pool had no room for it: 0 of 0 blocks at most are frozen, and a part of it "
+        "takes 1: remove documents or raise frozen_share, and warm it again; and the second tier "
+        "takes nothing now: an error, which the log has, has ended it, or a reset of the prefix "
+        "cache is under way"
+    )
+
+
+def test_the_causes_of_a_thousand_entries_are_known() -> None:
+    freezing = World().freezing
+    for number in range(1025):
+        freezing.refuse(f"entry {number}", f"reason {number}")
+    assert freezing.why_refused("entry 0") is None
+    assert freezing.why_refused("entry 1") == "reason 1"
+    assert freezing.why_refused("entry 1024") == "reason 1024"
 
 
 def test_the_causes_that_were_noted_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

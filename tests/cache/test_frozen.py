@@ -167,6 +167,36 @@ def test_under_pressure_the_longest_unused_goes_first_until_pressure_is_gone() -
     assert len(pool.warm()) == 3
 
 
+@pytest.mark.parametrize(("in_use", "stays"), [(10, True), (11, False)])
+def test_as_many_blocks_may_be_in_use_as_the_pressure_says(in_use: int, stays: bool) -> None:
+    pool = Pool(pressure=0.5)
+    pool.add(order("doc"), part(0, 1))
+    pool.blocks.pin([*range(2, in_use)])
+    pool.relieve()
+    assert ("doc" in pool) == stays
+    assert pool.num_evicted == (not stays)
+
+
+def test_who_names_an_entry_of_another_namespace_does_not_have_it_back(pool: Pool) -> None:
+    pool.add(order("doc"), part(1, namespace=1))
+    pool.make_free(1)
+    pool.named(0, ["doc", "never there"])
+    assert pool.wanted() == []
+    pool.named(1, ["doc"])
+    assert pool.wanted() == ["doc"]
+
+
+def test_the_pool_is_the_sole_holder_until_somebody_else_holds_a_block(pool: Pool) -> None:
+    assert pool.is_sole_holder()
+    pool.add(order("doc"), part(1, 2))
+    assert pool.is_sole_holder()
+    for block in (1, 9):
+        pool.blocks.pin([block])
+        assert not pool.is_sole_holder()
+        pool.blocks.unpin([block])
+    assert pool.is_sole_holder()
+
+
 def test_what_was_just_frozen_counts_as_used(pool: Pool) -> None:
     pool.add(order("old"), part(1))
     pool.used([1])

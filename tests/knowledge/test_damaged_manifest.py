@@ -4,15 +4,19 @@
 import asyncio
 import contextlib
 import itertools
+import json
 import math
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -23,7 +27,12 @@ from vllm_segreuse.features.knowledge import rows
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.errors import ManifestError
-from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
+from vllm_segreuse.features.knowledge.schemas import (
+    MAX_METADATA_BYTES,
+    AddDocuments,
+    CreateBase,
+    WarmDocuments,
+)
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
 from vllm_segreuse.plan import FreezeOrder
@@ -389,6 +398,49 @@ def test_more_than_a_document_can_have_is_not_read(
     sizes = {d.id: (d.tokens.nbytes, d.fault is None) for d in store.load().documents}
     store.close()
     assert sizes == {"a": (0, False), "b": (36, False)}
+
+
+def test_all_metadata_that_a_request_may_set_is_read_and_little_more(path: Path) -> None:
+    """As JSON in ASCII, which escapes all letters of these, it is longest."""
+    most = MAX_METADATA_BYTES - len('{"": ""}')
+    for longest in ("é" * (most // 2), "\U00010000" * (most // 4), "\1" * (most // 6) + "xx"):
+        with contextlib.closing(Store(str(path), "model")) as store:
+            [first, *_] = store.load().documents
+            assert len(json.dumps({"": longest}, ensure_ascii=False).encode()) == most + 8
+            store.put("key", [replace(first, metadata={"": longest})])
+        assert told(path)[1]["a"].metadata == {"": longest}
+    with contextlib.closing(sqlite3.connect(path)) as sql:
+        query = f"SELECT length({rows.json_text('zeroblob(1000000)')})"
+        assert sql.execute(query).fetchone() == (3 * MAX_METADATA_BYTES + 1,)
+
+
+def test_values_at_the_ends_of_their_ranges_are_taken() -> None:
+    last = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC).timestamp()
+    assert [rows.to_time(value) for value in (0, 0.5, last)] == [0.0, 0.5, last]
+    assert [rows.to_time(value) for value in (-1, last + 1, None, math.nan)] == [None] * 4
+    assert [rows.to_hits(value) for value in (0, 1, 7.5, 2**53)] == [0, 1, 7, 2**53]
+    beyond = (-1, 2**53 + 1, math.inf, -math.inf, math.nan, None)
+    assert [rows.to_hits(value) for value in beyond] == [0] * 6
+    assert rows.to_tokens(b"\1\0\0\0\2\0\0\0").tolist() == [1, 2]
+    for torn in (None, b"", b"\1\0\0", b"\1\0\0\0\2"):
+        none = rows.to_tokens(torn)
+        assert (none.dtype, none.shape) == (np.int32, (0,))
+
+
+@pytest.mark.parametrize(
+    ("value", "as_text", "as_blob"),
+    [
+        ("'ab'", b"ab", None), ("'abc'", b"abc", None), ("'abcd'", b"abc", None),
+        ("'é'", "é".encode(), None), ("7", b"7", None), ("NULL", None, None),
+        ("x'6162'", b"ab", b"ab"), ("x'616263'", b"abc", None), ("x''", None, b""),
+    ],
+)  # fmt: skip
+def test_what_is_too_large_is_cut_or_dropped_by_sqlite(
+    value: str, as_text: bytes | None, as_blob: bytes | None
+) -> None:
+    with contextlib.closing(sqlite3.connect(":memory:")) as sql:
+        query = f"SELECT {rows.text('it', 2)}, {rows.blob('it', 2)} FROM (SELECT {value} AS it)"
+        assert sql.execute(query).fetchone() == (as_text, as_blob)
 
 
 @pytest.mark.parametrize("version", ["NULL", "x'00'", "'one'", "1.5"])

@@ -11,11 +11,14 @@ from transformers import TokenizersBackend
 from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
 from vllm_segreuse.features.knowledge.engine import (
+    Answer,
     NotFrozenError,
     ServedEngine,
     Tokenizer,
+    answer_of,
     fingerprint,
     ingesting,
+    own_parameters,
     unshared,
     was_frozen,
 )
@@ -94,7 +97,9 @@ def test_a_request_of_ours_says_what_to_freeze_and_is_trusted() -> None:
     with ingesting("key", ORDER) as params:
         assert origin.get() is Origin.OURSELVES
         assert params.extra_args == {EXTRA_KEYS: ["key"], FREEZE: ORDER.encode()}
-        assert (params.max_tokens, params.temperature) == (1, 0.0)
+        assert (params.max_tokens, params.temperature, params.detokenize) == (1, 0.0, False)
+    with own_parameters({}, prompt_logprobs=0) as params:
+        assert (params.extra_args, params.prompt_logprobs) == (None, 0)
     assert origin.get() is not Origin.OURSELVES
 
 
@@ -116,6 +121,40 @@ def test_a_report_that_says_why_nothing_was_frozen_is_believed() -> None:
     params = {"segreuse": {"frozen": False, "not_frozen": "the pool is full"}}
     with pytest.raises(NotFrozenError, match="the pool is full"):
         was_frozen(Of(kv_transfer_params=params))
+
+
+@pytest.mark.parametrize("given", [None, {}, {"segreuse": None}, {"segreuse": {"chosen": [1]}}])
+def test_an_answer_has_the_report_and_what_was_expected_of_each_token(given: Any) -> None:
+    report = (given or {}).get("segreuse") or {}
+    bare = Of(kv_transfer_params=given, prompt_logprobs=None)
+    assert answer_of(bare, [5, 6]) == Answer(report, None)
+    of = [None, {6: Of(logprob=-0.5), 7: Of(logprob=-1.0)}, {7: Of(logprob=-2.0)}]
+    told = Of(kv_transfer_params=given, prompt_logprobs=of)
+    assert answer_of(told, [5, 6, 7]) == Answer(report, [0.0, -0.5, -2.0])
+
+
+def test_a_text_is_shown_as_it_stands() -> None:
+    calls: list[dict[str, bool]] = []
+
+    class Shown:
+        def decode(self, tokens: list[int], **options: bool) -> str:
+            calls.append(options)
+            return "".join(map(chr, tokens))
+
+    plain, cleaning = Shown(), Shown()
+    cleaning.clean_up_tokenization_spaces = True  # type: ignore[attr-defined]
+    assert Tokenizer(plain).decode([97, 98]) == Tokenizer(cleaning).decode([97, 98]) == "ab"
+    whole = {"skip_special_tokens": False}
+    assert calls == [whole, whole | {"clean_up_tokenization_spaces": False}]
+    assert Tokenizer(None).decode([97]) is None
+
+
+def test_a_tokenizer_that_joins_letters_with_what_stands_before_starts_no_sequence() -> None:
+    class Joining(Words):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [500] if add_special_tokens else super().encode(text, False)
+
+    assert Tokenizer(Joining([], [])).start_tokens() == []
 
 
 class Client:

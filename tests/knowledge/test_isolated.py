@@ -6,11 +6,13 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.features.knowledge import isolated
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.errors import InvalidError
 from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
@@ -170,3 +172,31 @@ def test_documents_that_no_longer_fit_fail_and_the_rest_is_there(tmp_path: Path)
         await service.close()
 
     asyncio.run(again())
+
+
+def test_only_models_that_say_so_have_documents_computed_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ordinary = SimpleNamespace(hf_config=SimpleNamespace())
+    assert IsolatedDocuments.of(ordinary, encode) is None
+    monkeypatch.setattr(isolated, "layout_of", lambda model_config: LAYOUT)
+    monkeypatch.setattr(isolated, "names_of", lambda model_config: NAMES)
+    found = IsolatedDocuments.of(ordinary, encode)
+    assert found is not None
+    assert found.anchors is None
+    assert found.tokens("ab", None, "documents.0") == encode("<s>ab</s>")
+    assert found.tokens(None, [5], "documents.0") == [901, 5, 902]
+
+
+def test_a_text_without_tokens_is_no_document() -> None:
+    without = IsolatedDocuments(NAMES, LAYOUT, lambda text: [901, 902])
+    with pytest.raises(InvalidError, match="the text has no tokens") as caught:
+        without.tokens("\u200b", None, "documents.4")
+    assert caught.value.param == "documents.4.text"
+
+
+@pytest.mark.parametrize("tokens", [[5, 6, 902], [901, 5, 6], [902, 5, 901], [5, 6]])
+def test_a_tokenizer_that_loses_the_ends_of_a_document_makes_none(tokens: list[int]) -> None:
+    other = IsolatedDocuments(NAMES, LAYOUT, lambda text: tokens)
+    with pytest.raises(InvalidError, match="special tokens of documents"):
+        other.tokens("ab", None, "documents.0")

@@ -15,6 +15,7 @@ from vllm_segreuse.features.knowledge import siblings
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.errors import ConflictError, NoRoomError
+from vllm_segreuse.features.knowledge.schemas import NewDocument
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
 from vllm_segreuse.serve import offline
@@ -84,6 +85,17 @@ def test_documents_are_warm_when_the_call_returns(llm: Any) -> None:
     assert [d.id for d in base.documents()] == ["a.txt"]
     base.delete()
     assert base.stats().bases == 0
+
+
+def test_a_document_is_shown_and_a_compressed_one_named(llm: Any) -> None:
+    base = KnowledgeBase(llm, "handbook", extra_key="key", context="none")
+    base.add({"a.txt": "text"})
+    shown = base.text("a.txt")
+    assert (shown.id, shown.base, shown.text, shown.is_exact) == ("a.txt", "handbook", "text", True)
+    base.add([NewDocument(id="half", token_ids=[10, 40, 20, 30], keep=0.5)])
+    found = base.named("half")
+    assert (found.name, found.tokens.tolist()) == ("handbook/half", [40, 30])
+    assert found.entry in llm.engine.pool.warm()
 
 
 def test_more_documents_than_a_request_takes_come_in_several(llm: Any) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace as Of
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import pytest
 
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.features.knowledge import service as service_module
 from vllm_segreuse.features.knowledge import store
+from vllm_segreuse.features.knowledge.catalogue import Catalogue
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.compressing import Work
 from vllm_segreuse.features.knowledge.engine import NotFrozenError
@@ -28,7 +31,7 @@ from vllm_segreuse.features.knowledge.errors import (
     UnavailableError,
 )
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
-from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
 from vllm_segreuse.features.knowledge.store import Store
 from vllm_segreuse.features.knowledge.warming import Urgency, Warming, WarmingStatus
 from vllm_segreuse.plan import FreezeOrder
@@ -392,6 +395,61 @@ def test_token_ids_of_another_model_are_refused(body: dict[str, Any], param: str
     run(test)
 
 
+def test_every_token_of_the_model_may_be_in_a_document() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[0, engine.vocab_size - 1]))
+        with pytest.raises(InvalidError, match="token 1000 is none of this model's 1000"):
+            await service.add("base", documents(b=[0, engine.vocab_size]))
+
+    run(test)
+
+
+@pytest.mark.parametrize(("longest", "whole"), [(64, 60), (65, 64), (68, 64), (69, 68)])
+def test_a_prompt_leaves_room_for_one_token_of_output(longest: int, whole: int) -> None:
+    async def main() -> None:
+        model = Of(max_model_len=longest, hf_config=Of(to_dict=dict))
+        vllm_config = Of(model_config=model, cache_config=Of(block_size=BLOCK_SIZE))
+        service = await start_service(FakeEngine(), vllm_config, SegReuseConfig())
+        await service.create_base(CreateBase(name="largest", preamble="x" * (whole - 2)))
+        with pytest.raises(InvalidError) as caught:
+            await service.create_base(CreateBase(name="more", preamble="x" * (whole - 1)))
+        assert str(caught.value) == (
+            f"a preamble of {whole} tokens leaves no room for documents in prompts of {whole} "
+            "tokens: shorten it"
+        )
+        assert caught.value.param == "preamble"
+        await service.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_an_earlier_run_has_left_is_warmed_in_the_background_or_not(
+    tmp_path: Path, in_background: bool
+) -> None:
+    async def started(**options: Any) -> KnowledgeService:
+        model = Of(max_model_len=64, hf_config=Of(to_dict=dict))
+        vllm_config = Of(model_config=model, cache_config=Of(block_size=BLOCK_SIZE))
+        config = SegReuseConfig(knowledge_path=str(tmp_path / "m"), knowledge_chunk_tokens=5)
+        return await start_service(FakeEngine(), vllm_config, config, **options)
+
+    async def main() -> None:
+        service = await started()
+        await service.create_base(CreateBase(name="base"))
+        await service.add("base", documents(a=[*range(11)]))
+        [kept] = service.store.load().documents
+        assert len(kept.tokens) == 11
+        await service.close()
+        service = await started(**({"in_background": True} if in_background else {}))
+        await service.finish()
+        assert await statuses(service) == {"a": "warm" if in_background else "cold"}
+        [document] = await service.warm("base", WarmDocuments(wait=True))
+        assert document.blocks == 5, "chunks of 4, 4 and 3 tokens, each behind one"
+        await service.close()
+
+    asyncio.run(main())
+
+
 def test_a_preamble_without_room_for_documents_is_refused() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         with pytest.raises(InvalidError):
@@ -724,6 +782,43 @@ def test_what_takes_no_blocks_still_has_a_limit(monkeypatch: pytest.MonkeyPatch)
         await service.delete("base", "a")
         await service.add("base", new("b"))
         assert await statuses(service) == {"b": "warm"}
+
+    run(test)
+
+
+def test_what_takes_no_blocks_is_told_in_bytes() -> None:
+    """Of a document 1024, and four for each letter of its id and of its metadata; of a base four
+    for each letter of its preamble and each token, and 24 for each letter of its metadata."""
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        catalogue = service.catalogue
+        empty = catalogue.num_bytes
+        assert empty == 1024 + 4 * len(engine.start_tokens()) + 24 * len("{}")
+        new: Any = [{"id": "abc", "token_ids": [1, 2], "metadata": {"k": 7}}]
+        await service.add("base", AddDocuments(documents=new, wait=True))
+        assert catalogue.num_bytes - empty == 1024 + 4 * (len("abc") + len('{"k": 7}'))
+        before = catalogue.num_bytes
+        await service.create_base(CreateBase(name="other", preamble="Read", metadata={"k": 7}))
+        context = catalogue.bases["other"].context
+        assert catalogue.num_bytes - before == 1024 + 4 * (4 + len(context)) + 24 * len('{"k": 7}')
+
+    run(test)
+
+
+def test_the_servers_memory_holds_256_mib_of_what_is_said_of_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        full = 2**28 - (1024 + 4 * (len("a") + len("{}")))
+        monkeypatch.setattr(Catalogue, "num_bytes", property(lambda catalogue: full))
+        await service.add("base", documents(a=[1]))
+        monkeypatch.setattr(Catalogue, "num_bytes", property(lambda catalogue: full + 1))
+        with pytest.raises(NoRoomError) as caught:
+            await service.add("base", documents(b=[1]))
+        assert str(caught.value) == (
+            "names, preambles and metadata of all bases and documents would take 268435457 bytes "
+            "of the server's memory, of at most 268435456: delete some, or send less metadata"
+        )
 
     run(test)
 

@@ -29,7 +29,8 @@ from vllm_segreuse.plan import FreezeOrder
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=255, chunk_tokens=40)
 START = [1] * BLOCK_SIZE
 A, B, C, D, E = ([*range(100 * n, 100 * n + 36)] for n in range(1, 6))
-SHORT = [7] * (siblings.MIN_TOKENS - 1)
+SHORT = [7] * 31
+"""A token more, and others would be computed behind it."""
 
 
 class Engine(FakeEngine):
@@ -119,7 +120,8 @@ def test_leads_are_the_first_three_that_are_long_enough_and_differ() -> None:
         *(kept("z", B), kept("c", C), kept("d", D)),
     ]
     assert [lead.id for lead in lead_documents(documents)] == ["a", "z", "c"]
-    assert lead_documents([kept("just", [7] * siblings.MIN_TOKENS)])
+    assert lead_documents([kept("just", [7] * 32)])
+    assert lead_documents([]) == lead_documents([kept("short", SHORT)]) == []
 
 
 def contexts(base: list[int], shape: Shape, *leads: list[int]) -> BaseContexts:
@@ -144,10 +146,10 @@ def test_siblings_are_cut_and_leave_documents_half_of_the_longest_prompt() -> No
         shape = Shape(16, max_prompt_tokens, 2048)
         return len(contexts([1] * num_base, shape, *texts).of(b"").tokens)
 
-    assert num_tokens(100_000) == 2 * siblings.SIBLING_TOKENS, "whole blocks"
+    assert num_tokens(100_000) == 2 * 512, "whole blocks"
     assert num_tokens(1000) == (1 + 2 * 249) // 16 * 16
-    assert num_tokens(2 * (2 * siblings.MIN_TOKENS + 1)) == 2 * siblings.MIN_TOKENS
-    assert num_tokens(2 * (2 * siblings.MIN_TOKENS + 1) - 1) == 1, "too short to be worth it"
+    assert num_tokens(2 * (2 * 32 + 1)) == 2 * 32
+    assert num_tokens(2 * (2 * 32 + 1) - 1) == 1, "too short to be worth it"
     assert num_tokens(1000, num_base=700) == 700, "the preamble alone takes more than half"
 
 

@@ -292,6 +292,19 @@ def test_a_base_made_anew_has_none_of_the_documents_of_before(path: str) -> None
     store.close()
 
 
+def test_ten_thousand_deletions_are_remembered(path: str) -> None:
+    with closing(sqlite3.connect(path)) as sql, sql:
+        rows = [(f"of long ago {number}",) for number in range(9_999)]
+        sql.executemany("INSERT INTO deleted VALUES ('base', ?)", rows)
+    with closing(Store(path, "model")) as store:
+        store.delete("base", "doc")
+        assert store.was_deleted("base", "of long ago 0")
+        store.delete("base", "another")
+        assert not store.was_deleted("base", "of long ago 0")
+        assert store.was_deleted("base", "of long ago 1")
+        assert store.was_deleted("base", "doc")
+
+
 # What was deleted.
 
 SECRET = np.arange(70_000, 70_900, dtype=np.int32)

@@ -185,6 +185,52 @@ def test_the_template_must_have_put_in_all(count: int) -> None:
     RULES.check(PROMPT, SamplingParams())
 
 
+@pytest.mark.parametrize(("length", "takes"), [(25, 30), (28, 30), (29, 34), (32, 34)])
+def test_a_document_may_take_as_much_as_the_model_has(length: int, takes: int) -> None:
+    """Whole blocks, the token behind, and one of output."""
+    tokens = [1, 100, *[5] * (length - 2), 101, 110, 2]
+    enough = replace(RULES, slots=KvSlots(1, takes), num_blocks=0)
+    enough.check(tokens, SamplingParams())
+    with pytest.raises(RequestError, match=f"{length} tokens takes {takes} .* {takes - 1} at most"):
+        replace(enough, slots=KvSlots(1, takes - 1)).check(tokens, SamplingParams())
+
+
+@pytest.mark.parametrize("needed", [8, 9])
+def test_documents_may_take_all_blocks_but_one(needed: int) -> None:
+    tokens = [1, 100, *[5] * (4 * (needed - 6)), 101, 110, 2]
+    needed = blocks_needed(tokens, LAYOUT.spans(tokens), 4, RULES.slots.needed(len(tokens)))
+    replace(RULES, num_blocks=needed + 1).check(tokens, SamplingParams())
+    with pytest.raises(RequestError, match=f"take {needed} KV blocks .* there are {needed - 1}:"):
+        replace(RULES, num_blocks=needed).check(tokens, SamplingParams())
+
+
+@pytest.mark.parametrize(("engines", "blocks", "known"), [(1, 77, 77), (1, None, 0), (2, 77, 0)])
+def test_rules_are_those_of_the_engine(
+    engines: int, blocks: int | None, known: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = [LAYOUT, None]
+    monkeypatch.setattr("vllm_segreuse.serve.documents.layout_of", lambda model: layouts.pop(0))
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=99),
+        cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=8),
+        parallel_config=SimpleNamespace(data_parallel_size=engines),
+        num_speculative_tokens=0,
+        num_lookahead_tokens=0,
+    )
+    assert PromptRules.of(config) == PromptRules(LAYOUT, 8, KvSlots(1, 99), known)
+    assert PromptRules.of(config) is None, "an ordinary model"
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_request_has_as_many_documents_as_the_model_was_trained_for(number: int) -> None:
+    names = replace(NAMES, max_documents=number)
+    check_body({"documents": [{"text": "a"}] * number}, names)
+    assert expected.get() == number
+    with pytest.raises(RequestError, match=f"has {number + 1}, and .* at most {number}: send"):
+        check_body({"documents": [{"text": "a"}] * (number + 1)}, names)
+    assert expected.get() is None
+
+
 def test_where_engines_share_the_number_of_blocks_none_is_known() -> None:
     rules = PromptRules(LAYOUT, 4, KvSlots(1, 64), 0)
     rules.check([1, 100, *[5] * 40, 101, 110, 2], SamplingParams())

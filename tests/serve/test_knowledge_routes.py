@@ -164,6 +164,7 @@ def test_pages_hold_as_many_as_are_asked_for_and_100_unless(client: TestClient) 
     assert len(rest["data"]) == 2
     assert len(client.get(f"{BASES}?limit=1").json()["data"]) == 1
     assert len(client.get(f"{BASES}?limit=1000").json()["data"]) == 102
+    assert client.get(BASES, params={"after": "x" * 4096}).json() == {"data": [], "next": None}
     assert client.get(BASES, params={"after": "x" * 4097}).status_code == 400
     add(client, documents=[{"id": f"{n:03}", "text": "a"} for n in range(3)])
     documents = f"{BASES}/base/documents"
@@ -208,6 +209,54 @@ def test_the_description_names_these_routes_only(client: TestClient) -> None:
     description = client.get(f"{PREFIX}/openapi.json").json()
     assert description["servers"] == [{"url": PREFIX}]
     assert len(description["paths"]) == 12
+
+
+ALWAYS = {"4XX", "503"}
+"""Refusals, and what every route of knowledge bases answers where there are none."""
+
+ONE, ITS = "/knowledge-bases/{name}", "/knowledge-bases/{name}/documents/{document_id}"
+ANSWERS = {
+    ("post", "/knowledge-bases"): {"200", "201"},
+    ("get", "/knowledge-bases"): {"200"},
+    ("get", ONE): {"200"},
+    ("delete", ONE): {"204"},
+    ("post", f"{ONE}/documents"): {"200", "202", "507"},
+    ("get", f"{ONE}/documents"): {"200"},
+    ("get", ITS): {"200"},
+    ("delete", ITS): {"204"},
+    ("get", f"{ONE}/texts/{{document_id}}"): {"200"},
+    ("post", f"{ONE}/warm"): {"200", "202"},
+    ("get", "/stats"): {"200"},
+}
+
+
+def test_the_description_says_what_each_route_answers(client: TestClient) -> None:
+    paths = client.get(f"{PREFIX}/openapi.json").json()["paths"]
+    described = {
+        (method, path): {*operation["responses"]} - {"422"}
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+        if operation["tags"] == ["knowledge bases"]
+    }
+    assert described == {route: answers | ALWAYS for route, answers in ANSWERS.items()}
+    for operations in paths.values():
+        for operation in operations.values():
+            for status, answer in operation["responses"].items():
+                if status[0] in "45" and status != "422":
+                    schema = answer["content"]["application/json"]["schema"]
+                    assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
+
+
+@pytest.mark.parametrize(("method", "path"), ANSWERS)
+def test_without_knowledge_bases_every_route_answers_503(method: str, path: str) -> None:
+    with TestClient(app := admin_app(), headers=ADMIN) as client:
+        app.state.admin.state.service = None
+        body = {"documents": [{"id": "a", "text": "x"}]} if path.endswith("/documents") else {}
+        body = {"name": "b"} if path == "/knowledge-bases" else body
+        url = PREFIX + path.format(name="b", document_id="a")
+        answer = client.request(method, url, json=body if method == "post" else None)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "unavailable"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.serve.report import StreamReport
+from vllm_segreuse.serve.report import StreamReport, has_report, report_of
 
 DONE = "data: [DONE]\n\n"
 REPORT = {"segreuse": {"policy": "shift", "reused_tokens": 7}}
@@ -139,7 +139,7 @@ def test_error_event_stays_as_it_is() -> None:
 
 def test_chunks_before_the_last_output_are_not_held_back() -> None:
     async def scenario() -> None:
-        report = StreamReport()
+        report = StreamReport(1)
         gate = asyncio.Event()
 
         async def outputs() -> AsyncIterator[Any]:
@@ -164,7 +164,7 @@ def test_closing_early_closes_vllms_generator() -> None:
     closed = []
 
     async def scenario() -> None:
-        report = StreamReport()
+        report = StreamReport(1)
 
         async def vllm() -> AsyncGenerator[str, None]:
             try:
@@ -179,3 +179,66 @@ def test_closing_early_closes_vllms_generator() -> None:
 
     asyncio.run(scenario())
     assert closed == [True]
+
+
+@pytest.mark.parametrize("says", [None, {"segreuse": {}}], ids=["ordinary", "with a layout"])
+@pytest.mark.parametrize(
+    ("xargs", "has_keys"),
+    [
+        (None, False),
+        ({}, False),
+        ({"extra_keys": None}, False),
+        ({"other": 1}, False),
+        ({"extra_keys": ["a"]}, True),
+        ({"extra_keys": ""}, True),
+    ],
+)
+def test_who_has_extra_keys_or_a_model_with_a_layout_may_have_a_report(
+    xargs: Any, has_keys: bool, says: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_segreuse.serve.report.names_of", lambda config: config)
+    request = SimpleNamespace(vllm_xargs=xargs)
+    assert has_report(request, says) is (has_keys or says is not None)
+    assert (report_of(request, says, 1) is not None) is (has_keys or says is not None)
+
+
+def completed(*events: str, params: Any = REPORT) -> list[str]:
+    """What becomes of events behind the only output."""
+
+    async def collect() -> list[str]:
+        report = StreamReport(1)
+
+        async def vllm() -> AsyncGenerator[str, None]:
+            async for _ in report.watch(as_stream([output(True, params)])):
+                pass
+            for event in events:
+                yield event
+
+        return [event async for event in report.complete(vllm())]
+
+    return asyncio.run(collect())
+
+
+def test_a_stream_that_breaks_off_passes_as_it_is() -> None:
+    assert completed() == []
+    assert completed(chunk("x")) == [chunk("x")]
+    assert completed(chunk("x"), USAGE) == [chunk("x"), USAGE]
+    assert completed(DONE) == [DONE]
+
+
+@pytest.mark.parametrize(
+    "last",
+    ['data: ["choices"]\n\n', 'data: {"choices": []}\n', 'data: {"other": {}}\n\n', ": ping\n\n"],
+)
+def test_what_is_no_chunk_passes_as_it_is(last: str) -> None:
+    assert completed(chunk("x"), last, DONE) == [chunk("x"), last, DONE]
+
+
+def test_a_report_is_written_without_spaces_behind_all_else() -> None:
+    [last, done] = completed(USAGE, DONE)
+    assert (last, done) == (
+        'data: {"choices":[],"usage":{"total_tokens":9},"kv_transfer_params":{"segreuse":'
+        '{"policy":"shift","reused_tokens":7}}}\n\n',
+        DONE,
+    )
+    assert completed(USAGE, DONE, params=None) == [USAGE, DONE]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kill switch wants its token, and answers bad requests with 4xx."""
 
+import asyncio
 import hmac
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from starlette.websockets import WebSocketDisconnect
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, make_app, mount
+from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, Gate, make_app, mount
 
 TOKEN = "tökén"
 MAX_BODY_BYTES = 2000
@@ -161,6 +163,58 @@ def test_32_large_body_is_413(client: TestClient, engine: Engine) -> None:
     assert client.post(DISABLE, headers=bearer(TOKEN), content=largest).status_code == 200
     pieces = iter([b"[1,", b"2", b"]"])
     assert client.post(DISABLE, headers=bearer(TOKEN), content=pieces).status_code == 200
+
+
+class Behind:
+    """An application that reads what it is sent, up to a number of messages."""
+
+    def __init__(self, reads: int) -> None:
+        self.state = SimpleNamespace(max_body_bytes=5)
+        self.read: list[Any] = []
+        self._reads = reads
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.read += [await receive() for _ in range(self._reads)]
+
+
+def through_the_gate(app: Any, *messages: dict[str, Any]) -> list[Any]:
+    """What is sent back, and with which status, to a request with the token."""
+    waiting, sent = list(messages), []
+
+    async def receive() -> dict[str, Any]:
+        return waiting.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status"))
+
+    scope = {"type": "http", "headers": [(b"AUTHORIZATION", b"Bearer token")]}
+    asyncio.run(Gate(app, "token")(scope, receive, send))
+    return sent
+
+
+def part(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+GONE = {"type": "http.disconnect"}
+
+
+def test_32_a_body_arrives_whole_and_then_the_end_of_the_connection() -> None:
+    app = Behind(reads=2)
+    assert through_the_gate(app, part(b"ab", more=True), part(b"cde"), GONE) == []
+    assert app.read == [part(b"abcde"), GONE]
+    app = Behind(reads=1)
+    assert through_the_gate(app, {"type": "http.request"}) == []
+    assert app.read == [part(b"")]
+
+
+def test_32_who_goes_while_the_body_comes_reaches_nothing() -> None:
+    app = Behind(reads=1)
+    assert through_the_gate(app, part(b"ab", more=True), GONE)[:1] == [413]
+    assert through_the_gate(app, GONE)[:1] == [413]
+    assert through_the_gate(app, part(b"abcdef"))[:1] == [413]
+    assert through_the_gate(app, part(b"abcdef", more=True))[:1] == [413], "it is read no further"
+    assert app.read == []
 
 
 def test_32_the_limit_is_the_servers_option_until_it_is_said() -> None:

@@ -134,6 +134,20 @@ def test_what_is_no_key_is_refused(tmp_path: Path, text: str) -> None:
         master_key(None, {KEY_ENV: text})
 
 
+@pytest.mark.parametrize(
+    ("mode", "is_open"), [(0o600, False), (0o700, False), (0o640, True), (0o604, True)]
+)
+def test_a_key_that_others_can_read_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_open: bool
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(KEY.hex())
+    file.chmod(mode)
+    with caplog.at_level("WARNING", "vllm.segreuse"):
+        assert master_key(str(file), {}) == KEY
+    assert ("can be read by other users" in caplog.text) == is_open
+
+
 def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         master_key(str(tmp_path / "key"), {})

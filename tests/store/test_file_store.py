@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -323,6 +324,75 @@ def test_an_error_that_no_disk_has_is_a_miss(engine: Engine) -> None:
     engine.disk.faults.clear()
     assert engine.store(2).success
     assert engine.load(2) == [2]
+
+
+def test_pauses_are_said_and_grow_up_to_five_minutes(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.disk.faults["create"] = raises(errno.EIO)
+    said = []
+    for pause_s in (1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300):
+        caplog.clear()
+        assert not engine.store(1).success
+        said.append(caplog.text.count(f"no more are for {pause_s} s"))
+        engine.now += pause_s - 0.5
+        engine.store(3)
+        engine.now += 0.5
+    assert said == [1] * 11
+    assert engine.tier.counts == {"io_error": 11, "paused": 11}
+    engine.disk.faults.clear()
+
+
+def test_a_job_is_split_over_the_threads_into_parts_of_sixteen_at_most(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    write = engine.tier.folder.write
+
+    def writing(new: Any, slots: int) -> Any:
+        sizes.append(len(new))
+        return write(new, slots)
+
+    monkeypatch.setattr(engine.tier.folder, "write", writing)
+    found = []
+    for first, count in ((0, 1), (1, 2), (3, 3), (6, 7), (13, 32), (45, 33), (78, 48)):
+        assert engine.store(*range(first, first + count), durable=True).success
+        found.append(sorted(sizes))
+        sizes.clear()
+    assert found == [[1], [1, 1], [1, 2], [3, 4], [16, 16], [1, 16, 16], [16, 16, 16]]
+
+
+def test_of_one_row_one_record_may_be_coming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.store.test_file_store.ROWS", 1)
+    engine, hang = Engine(tmp_path), Hang()
+    engine.disk.faults["create"] = hang
+    first, second = engine.begin_store(1), engine.begin_store(2)
+    assert (engine.tier.num_coming, engine.tier.counts["busy"]) == (1, 1)
+    hang.released.set()
+    assert engine.finish(first).success
+    assert engine.finish(second).success
+    assert (engine.tier.num_coming, engine.there(1, 2)) == (0, [1])
+    engine.tier.shutdown()
+
+
+def test_uses_are_written_down_once_a_second(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.store(1)
+    noted: list[float] = []
+    monkeypatch.setattr(engine.tier.folder, "note", lambda: noted.append(engine.now))
+    for now in (10.0, 10.5, 10.99, 11.0, 11.5, 12.5):
+        engine.now = now
+        engine.tier.touch([key_of(1)])
+        engine.poll()
+        engine.tier.drain_jobs()
+    assert noted == [10.0, 11.0, 12.5]
+    engine.now = 20.0
+    engine.poll()
+    engine.tier.drain_jobs()
+    assert noted[3:] == [], "nothing was used"
 
 
 def test_pauses_grow_and_end_with_a_success(engine: Engine) -> None:

@@ -2,13 +2,16 @@
 """A store of files: what is written is read again, and nothing else ever is."""
 
 import errno
+import hashlib
 import os
+import re
 import sqlite3
 import stat
 import time
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from segreuse_store.database import Notes
 from segreuse_store.folder import LostError, RecordFolder
@@ -110,6 +113,34 @@ def test_every_byte_of_the_trailer_is_verified(tmp_path: Path) -> None:
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(LostError, match="corrupt"):
             store.read(kept)
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_a_file_is_what_every_version_of_the_store_reads(tmp_path: Path, kind: int) -> None:
+    """The payload; 100 bytes that say what it is of; 28 that prove both."""
+    store = RecordFolder(str(tmp_path), records.FINGERPRINT, records.PAYLOAD_BYTES, kind=kind)
+    kept = store.new(record(5))
+    store.write([(kept, payload_of(5))], SLOTS)
+    key = (Path(store.path) / "digests.key").read_bytes()
+    assert len(key) == 32
+    header = b"".join(
+        [
+            b"SEGREUSE",
+            b"\1\0",
+            bytes([kind, 0]),
+            hashlib.blake2b(key_of(5), digest_size=32, key=key).digest(),
+            records.FINGERPRINT,
+            record(5).about[:12],
+            (8192).to_bytes(8, "little"),
+            bytes(4),
+        ]
+    )
+    proof = xxhash.xxh3_128(payload_of(5) + header).digest()
+    (file,) = records.files(tmp_path)
+    assert file.read_bytes() == payload_of(5) + header + bytes(12) + proof
+    assert re.fullmatch("[0-9a-f]{32}", file.name)
+    assert (file.parent.name, file.parent.parent.name) == (kept.name[:2], "files")
+    store.close()
 
 
 def test_exchanged_files_are_noticed(tmp_path: Path) -> None:

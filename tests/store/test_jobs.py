@@ -49,6 +49,56 @@ def waits(hang: Hang) -> Callable[[Job], Settle]:
     return task
 
 
+def test_what_is_urgent_comes_first_and_all_is_done_before_the_end() -> None:
+    done: list[str] = []
+
+    def works(name: str) -> Callable[[Job], Settle]:
+        return lambda job: lambda: done.append(name)
+
+    hang = Hang()
+    jobs = Jobs(threads=1, deadline_s=30, clock=time.monotonic)
+    jobs.begin(None, [waits(hang)], urgent=True)
+    assert hang.reached.wait(30)
+    assert not jobs.pending, "nobody waits for it"
+    for number, (name, urgent) in enumerate((("a", False), ("b", True), ("c", False), ("d", True))):
+        jobs.begin(number, [works(name)], urgent)
+    assert jobs.pending
+    hang.released.set()
+    assert jobs.stop()
+    assert done == ["b", "d", "a", "c"]
+    assert jobs.pending, "not reported yet"
+    assert [result.job_id for result in jobs.results()] == [1, 3, 0, 2]
+    assert not jobs.pending
+
+
+def test_a_job_without_tasks_is_over_and_takes_no_time() -> None:
+    clock = Clock()
+    jobs = Jobs(threads=1, deadline_s=30, clock=clock)
+    jobs.begin(7, [], urgent=False)
+    assert [tuple(result) for result in jobs.results()] == [(7, True, [], 0.0)]
+    assert jobs.results() == []
+    assert jobs.stop()
+
+
+def test_a_job_is_given_up_behind_its_deadline_and_not_at_it() -> None:
+    clock, hang = Clock(), Hang()
+    jobs = Jobs(threads=1, deadline_s=30, clock=clock)
+    clock.now_s = 5
+    jobs.begin(1, [waits(hang)], urgent=False)
+    assert hang.reached.wait(30)
+    clock.now_s = 35
+    assert jobs.results() == []
+    assert (jobs.stalled, jobs.num_abandoned) == (False, 0)
+    clock.now_s = 36
+    assert [tuple(result) for result in jobs.results()] == [(1, False, [], 31.0)]
+    assert (jobs.stalled, jobs.num_abandoned) == (True, 1)
+    hang.released.set()
+    while jobs.num_abandoned:
+        assert jobs.results() == []
+    assert not jobs.stalled
+    assert jobs.stop()
+
+
 def test_a_job_waits_for_its_turn_as_long_as_the_threads_go_on() -> None:
     clock, hangs = Clock(), [Hang() for _ in range(4)]
     jobs = Jobs(threads=1, deadline_s=30, clock=clock)

@@ -140,6 +140,29 @@ def test_no_more_than_so_many_changes_wait_for_a_file_that_cannot_be_written(
     journal.close()
 
 
+def test_a_thousand_changes_that_cannot_be_written_are_given_up(
+    path: str, opened: list[sqlite3.Connection]
+) -> None:
+    journal = GroupJournal(path, at_once)
+    opened[0].execute("PRAGMA query_only = ON")
+    waiting = []
+    for number in range(1001):
+        journal.kept(f"doc{number}", 0, 1, [A])
+        waiting.append(journal.num_waiting)
+    assert waiting == [*range(1, 1000), 0, 1]
+    opened[0].execute("PRAGMA query_only = OFF")
+    journal.close()
+    assert reopened(path) == [("doc1000", 0, 1, [A])]
+
+
+def test_parts_are_read_up_to_the_most_that_a_group_may_have(path: str) -> None:
+    journal = GroupJournal(path, at_once)
+    journal.kept("most", 2**20 - 1, 2**20, [A, B])
+    journal.kept("more", 0, 2**20 + 1, [A])
+    journal.close()
+    assert reopened(path) == [("most", 2**20 - 1, 2**20, [A, B])]
+
+
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR])
 def test_a_file_that_cannot_be_read_now_is_not_replaced(
     path: str, monkeypatch: pytest.MonkeyPatch, code: int

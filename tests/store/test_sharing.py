@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from segreuse_store import database
+from segreuse_store.disk import Disk
 from segreuse_store.encryption import Aes256Gcm
 from segreuse_store.folder import LostError
-from segreuse_store.leases import Owner
+from segreuse_store.leases import Leases, Owner
 from tests.store import records
 from tests.store.records import (
     SLOTS,
@@ -205,6 +207,81 @@ def test_what_engines_tell_each_other_does_not_grow_for_ever(
             (rows,) = sql.execute("SELECT count(*) FROM changes").fetchone()
             assert rows == min(number + 1, 5)
     store.close()
+
+
+def test_an_engine_may_miss_a_hundred_thousand_changes(tmp_path: Path) -> None:
+    """One more, and it reads all rows."""
+    store = folder(tmp_path)
+    write(store, 0)
+    (path,) = tmp_path.glob("*/records.sqlite")
+    with closing(sqlite3.connect(path)) as sql:
+        sql.execute("DELETE FROM changes")
+        rows = ((number, "of another", 0) for number in range(2, 100_002))
+        sql.executemany("INSERT INTO changes VALUES (?, ?, ?)", rows)
+        sql.commit()
+        kept = sql.execute("SELECT min(number), count(*) FROM changes").fetchone()
+        assert kept == (2, 100_000)
+        write(store, 1)
+        kept = sql.execute("SELECT min(number), count(*) FROM changes").fetchone()
+        assert kept == (3, 100_000)
+    store.close()
+
+
+def test_so_many_engines_of_one_owner_may_use_a_store_and_no_more(tmp_path: Path) -> None:
+    leases = [Leases(str(tmp_path), Owner(), Disk()) for _ in range(65)]
+    for lease in leases[:64]:
+        with lease.opening():
+            pass
+    assert [lease.alone for lease in leases[:64]] == [True, *[False] * 63]
+    assert [lease.name.partition("-")[2] for lease in leases[:64]] == [*map(str, range(64))]
+    with pytest.raises(OSError, match=r"all 64 leases of .* are held"), leases[64].opening():
+        pass
+    leases[3].close()
+    with leases[64].opening():
+        assert leases[64].name == leases[3].name
+    for lease in leases:
+        lease.close()
+
+
+def test_who_finds_a_store_being_opened_waits_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
+    monkeypatch.setattr("segreuse_store.leases.time", clock)
+    lease = Leases(str(tmp_path), Owner(), Disk())
+    opening = Disk().lock(str(tmp_path / "opening"))
+    assert opening is not None
+    with (
+        pytest.raises(OSError, match=r"is being opened by another engine for 60 s"),
+        lease.opening(),
+    ):
+        pass
+    assert 60 <= now_s < 60.1
+    os.close(opening)
+    with lease.opening():
+        assert lease.alone
+    lease.close()
+
+
+def test_no_lease_is_said_to_have_expired_while_an_engine_opens_the_store(tmp_path: Path) -> None:
+    lease = Leases(str(tmp_path), Owner(), Disk())
+    with lease.opening():
+        assert lease.expired({"of nobody", lease.name}) == set()
+    assert lease.expired({"of nobody", lease.name}) == {"of nobody"}
+    lease.close()
+
+
+def test_owners_have_names_of_their_own_that_a_restart_finds_again() -> None:
+    owners = [Owner(), Owner(rank=1), Owner("a"), Owner("a", 1), Owner("b")]
+    assert len({owner.name for owner in owners}) == 5
+    assert {len(owner.name) for owner in owners} == {16}
+    assert Owner("a").name == Owner(os.path.abspath("a")).name == Owner("./a", 0).name
 
 
 # Documents of knowledge bases.

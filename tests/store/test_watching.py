@@ -9,6 +9,7 @@ import pytest
 
 from segreuse_store.database import RecordChanges
 from segreuse_store.watching import Watcher
+from tests.store.records import record
 
 NOTHING = RecordChanges([], [])
 
@@ -43,6 +44,38 @@ def test_it_looks_again_and_again_and_cleans_up() -> None:
     assert watcher.stop(30)
     assert [changes.gone for changes in watcher.found()] == [["gone"]] * 2
     assert [*watcher.found()] == []
+
+
+def test_it_cleans_up_before_the_first_look_and_before_each_fiftieth_behind_it() -> None:
+    done: list[str] = []
+    looked, count = after(101)
+
+    def look() -> RecordChanges:
+        done.append("look")
+        count()
+        return NOTHING
+
+    watcher = Watcher(look, lambda: done.append("clean"), look_s=0.0001)
+    wait_for(looked)
+    assert watcher.stop(30)
+    fifty = ["clean", *["look"] * 50]
+    assert done[:103] == [*fifty, *fifty, "clean"]
+    assert [*watcher.found()] == [], "nothing has changed"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        RecordChanges(["gone"], []),
+        RecordChanges([], [record(1)]),
+        RecordChanges([], [], all=frozenset()),
+    ],
+)
+def test_any_change_is_found(changes: RecordChanges) -> None:
+    watcher = Watcher(lambda: changes, lambda: None, look_s=60)
+    watcher.look()
+    assert [*watcher.found()] == [changes]
+    assert watcher.stop(30)
 
 
 def test_what_fails_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:

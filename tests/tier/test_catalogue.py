@@ -11,7 +11,6 @@ import pytest
 from tests.tier.world import SIZE, World
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache.namespace import namespace_key
-from vllm_segreuse.features.tier.catalogue import MAX_TOLD
 from vllm_segreuse.features.tier.record import About, Seen
 from vllm_segreuse.plan import Tier
 
@@ -138,7 +137,7 @@ def test_files_are_told_of_namespaces_that_are_in_use_only(is_late: bool) -> Non
     world = World(rows=4)
     if is_late:
         world.catalogue.end_entry = world.num_blocks
-    keys = names(*map(str, range(MAX_TOLD + 2)))
+    keys = names(*map(str, range(66)))
     for key in keys:
         blocks = world.compute(DOCUMENT[:SIZE], key=key)
         world.step()
@@ -150,7 +149,7 @@ def test_files_are_told_of_namespaces_that_are_in_use_only(is_late: bool) -> Non
         world.catalogue.show([record])
     told = world.catalogue.told(record)
     assert told is not None
-    assert len(told) == MAX_TOLD
+    assert len(told) == 64
     assert {*told} <= {*keys}
     assert keys[-1] in told
     assert [world.match(DOCUMENT, key).num_tokens for key in keys] == [SIZE] * len(keys)

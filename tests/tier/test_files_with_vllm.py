@@ -145,6 +145,30 @@ def test_keys_are_read_from_the_file_or_the_environment(
         tier.shutdown()
 
 
+@pytest.mark.parametrize(("codec", "number"), [("raw", 0), ("int8", 1), ("fp8", 2)])
+def test_files_say_by_which_codec_they_are(tmp_path: Path, codec: str, number: int) -> None:
+    view = memoryview(np.zeros((ROWS, PAYLOAD_BYTES), dtype=np.int8))
+    options = TierOptions(path=str(tmp_path), disk_gib=1, codec=codec)  # type: ignore[arg-type]
+    files = open_files(options, view, FINGERPRINT, lambda key: record(1))
+    files.submit_store(1, [key_of(1)], [0])
+    files.shutdown()
+    [file] = tmp_path.glob("*/files/*/*")
+    header = file.read_bytes()[PAYLOAD_BYTES:]
+    assert header[:11] == b"SEGREUSE\1\0" + bytes([number])
+
+
+def test_what_was_opened_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key = tmp_path / "key"
+    key.write_text("11" * 32)
+    key.chmod(0o600)
+    for options, how in (({}, "not encrypted"), ({"key_file": str(key)}, "encrypted")):
+        caplog.clear()
+        with caplog.at_level("INFO", "vllm.segreuse"):
+            store = opened(str(tmp_path), **options)
+        assert caplog.messages == [f"segment reuse: 0 records in {store.folder.path}, {how}"]
+        store.shutdown()
+
+
 def test_what_cannot_be_opened_is_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.features.tier.fingerprint import (
     UnknownWeightsError,
     UnsafeNamesError,
+    _folder,
     digest_of,
     model_fingerprint,
     sampled_weights,
@@ -74,6 +75,77 @@ def test_files_that_are_no_safetensors_are_sampled_too(tmp_path: Path, content: 
     assert sampled_weights(tmp_path) != first
 
 
+def changes(file: Path, at: int) -> bool:
+    """Whether another byte there makes it other weights."""
+    before, content = sampled_weights(file.parent), bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    after = sampled_weights(file.parent)
+    content[at] ^= 1
+    file.write_bytes(content)
+    return before != after
+
+
+PAGE = 4096
+
+
+def test_pages_at_equal_distances_and_the_last_one_are_sampled(tmp_path: Path) -> None:
+    file, size = tmp_path / "model.bin", 64 * 3 * PAGE
+    file.write_bytes(bytes(size))
+    for number in range(64):
+        begin = number * 3 * PAGE
+        assert changes(file, begin)
+        assert changes(file, begin + PAGE - 1)
+        assert not changes(file, begin + PAGE)
+        assert changes(file, begin + 3 * PAGE - 1) == (number == 63)
+    assert changes(file, size - PAGE)
+    assert not changes(file, size - PAGE - 1)
+
+
+def test_the_middle_of_each_tensor_is_sampled_and_the_whole_header(tmp_path: Path) -> None:
+    lengths = [3 * 2**20, 2 * 2**20, 2**20 + 500_000]
+    made = {f"layer.{i}": np.zeros(length // 4, np.float32) for i, length in enumerate(lengths)}
+    weights(tmp_path, made)
+    file = tmp_path / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    begin = header
+    for length in lengths:
+        assert changes(file, begin + length // 2)
+        assert changes(file, begin + length // 2 + PAGE - 1)
+        begin += length
+
+
+@pytest.mark.parametrize("tail", [b"", bytes(100_000)])
+def test_every_byte_of_a_long_header_counts(tmp_path: Path, tail: bytes) -> None:
+    """Also of a file that has nothing but its header."""
+    text = json.dumps({"__metadata__": {"about": "x" * 1_000_000}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + tail)
+    for page in range(0, len(text) - PAGE, 7 * PAGE):
+        if page > PAGE:
+            assert changes(file, page + 123)
+    assert changes(file, 7 + len(text) - 100)
+
+
+def test_names_and_lengths_of_files_count(tmp_path: Path) -> None:
+    digests = set()
+    for name, content in (("a.bin", b"x"), ("b.bin", b"x"), ("a.bin", b"xy"), ("a.pt", b"x")):
+        folder = tmp_path / str(len(digests))
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        (folder / "tokenizer.txt").write_bytes(b"no weights")
+        digests.add(sampled_weights(folder))
+    assert len(digests) == 4
+    small = set()
+    for name, content in (("a.json", b"x"), ("b.json", b"x"), ("a.json", b"xy"), ("a.bin", b"x")):
+        folder = tmp_path / f"small{len(small)}"
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        small.add(small_files(folder))
+    assert len(small) == 4
+    assert {len(digest or b"") for digest in digests | small} == {32}
+
+
 def test_without_weights_there_is_no_digest(tmp_path: Path) -> None:
     assert sampled_weights(tmp_path) is None
 
@@ -83,6 +155,13 @@ def test_the_tokenizer_counts(tmp_path: Path) -> None:
     first = small_files(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]")
     assert small_files(tmp_path) != first
+
+
+def test_the_files_of_a_model_are_in_its_folder_or_beside_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    assert _folder(str(tmp_path), None, None) == _folder(str(file), None, None) == tmp_path
+    assert _folder("nobody/has-such-a-model", None, str(tmp_path)) is None
 
 
 def test_values_count_by_name() -> None:

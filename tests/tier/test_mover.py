@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,6 +114,37 @@ def test_on_a_cpu_rows_are_read_where_they_lie_and_nothing_is_left_to_wait_for()
     assert loaded.pages[0].untyped_storage().data_ptr() == cells.untyped_storage().data_ptr()
     assert loaded.slots.tolist() == [3, 1]
     assert subject.mark() is None
+
+
+@pytest.mark.parametrize(
+    ("staging_bytes", "rows", "slots"),
+    [
+        (2 * 4 * CELL_BYTES, 30, 4),
+        (2 * 4 * CELL_BYTES - 1, 30, 3),
+        (0, 30, 1),
+        (1 << 30, 30, 30),
+        (1 << 30, 1, 1),
+    ],
+)
+def test_both_halves_of_staging_have_room_for_as_many_rows(
+    staging_bytes: int, rows: int, slots: int
+) -> None:
+    pages = pages_of(torch.bfloat16)
+    cells = torch.zeros(rows, CELL_BYTES, dtype=torch.int8)
+    subject = StagedMover(
+        copier(pages), stored_as(pages), CPU, cells, Streams(), staging_bytes=staging_bytes
+    )
+    assert [tuple(half.shape) for half in subject.staging] == [(slots, CELL_BYTES)] * 2
+
+
+def test_staging_takes_128_mib() -> None:
+    pages = pages_of(torch.bfloat16)
+    cells = torch.empty(1100, 1 << 16, dtype=torch.int8)
+    subject = StagedMover(copier(pages), stored_as(pages), CPU, cells, Streams())
+    assert sum(half.nbytes for half in subject.staging) == 128 << 20
+    assert not subject.zeroises
+    subject.close()
+    assert subject.staging == []
 
 
 def log_of(subject: Any) -> list[str]:

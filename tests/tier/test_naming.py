@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of records: equal for equal content, in every process; of approximate KV in none."""
 
-from vllm_segreuse.features.tier.naming import record_keys
+import hashlib
+
+from vllm_segreuse.features.tier.naming import exact_key, record_keys
 
 NAMES = {1: (b"hash", True), 2: (b"hash", False), 3: (b"other", True)}
 
@@ -18,6 +20,12 @@ def test_approximate_keys_are_one_processs_own() -> None:
     one, other = record_keys(b"model", NAMES.get), record_keys(b"model", NAMES.get)
     assert one(2) == one(2)
     assert one(2) not in (one(1), other(2))
+
+
+def test_a_key_is_a_digest_of_28_bytes_and_the_group() -> None:
+    """As files of earlier versions have it."""
+    digest = hashlib.blake2b(b"hash", digest_size=28, key=b"model").digest()
+    assert record_keys(b"model", NAMES.get)(1) == exact_key(b"model", b"hash") == digest + bytes(4)
 
 
 def test_a_block_without_a_name_has_no_key() -> None:

@@ -54,10 +54,13 @@ def test_rows_fill_what_they_may(block_bytes: int, cell_bytes: int) -> None:
 
 
 def test_a_region_of_few_rows_is_refused() -> None:
-    gib = module.MIN_ROWS / 1024
-    assert region_shape(kv_cache(1 << 20), 1, gib).rows == module.MIN_ROWS
-    with pytest.raises(RefusedError, match=r"tier.host_gib is 0.0146484, which holds 15 KV blocks"):
-        region_shape(kv_cache(1 << 20), 1, gib - 1 / 1024)
+    assert region_shape(kv_cache(1 << 20), 1, 16 / 1024).rows == 16
+    with pytest.raises(RefusedError) as caught:
+        region_shape(kv_cache(3 << 19), 2, 47.5 / 1024)
+    assert str(caught.value) == (
+        "segment reuse cannot start: tier.host_gib is 0.0463867, which holds 15 KV blocks of "
+        "3.0 MiB; give it room for 16 at least"
+    )
 
 
 def test_processes_see_the_same_memory_and_the_last_removes_its_name(name: str) -> None:
@@ -109,6 +112,16 @@ def test_what_cannot_be_had_is_refused(
     with pytest.raises(RefusedError, match=why) as refused:
         HostRegion(name, shape, 0, available)
     assert str(refused.value).endswith("lower tier.host_gib")
+
+
+def test_a_region_may_take_all_that_is_available(name: str) -> None:
+    HostRegion(name, SHAPE, 0, SHAPE.num_bytes).cleanup()
+    with pytest.raises(RefusedError) as caught:
+        HostRegion(name, RegionShape(1 << 10, 1 << 20, 2), 0, 3 << 29)
+    assert str(caught.value) == (
+        "segment reuse cannot start: the host tier's 2.0 GiB cannot be had (1.5 GiB of memory are "
+        "available); lower tier.host_gib"
+    )
 
 
 def test_memory_that_cannot_be_touched_is_refused(

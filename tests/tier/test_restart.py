@@ -22,7 +22,7 @@ from tests.tier.test_scheduler_side import Tiered
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.knowledge.kept import Place
 from vllm_segreuse.features.tier import start
-from vllm_segreuse.features.tier.files import MIN_RECORDS, open_files
+from vllm_segreuse.features.tier.files import open_files
 from vllm_segreuse.features.tier.options import TierOptions
 
 OTHER = OPTIONS | {"extra_keys": "others"}
@@ -196,13 +196,14 @@ def test_what_was_seen_before_a_reset_says_nothing_of_the_weights_after_it(
 def test_a_budget_of_few_records_is_refused_and_nothing_is_removed(tmp_path: Path) -> None:
     view = Region(ROW_BYTES).create_kv_memoryview()
     known = view, bytes(32), lambda key: None
-    needed_gib = MIN_RECORDS * record_bytes(view.strides[0]) / 2**30
+    needed_gib = 16 * record_bytes(view.strides[0]) / 2**30
     path = str(tmp_path / "tier")
-    with pytest.raises(RefusedError, match=r"tier\.disk_gib is .*, which holds 15 records of"):
+    few = r"tier\.disk_gib is .*, which holds 15 records of 0.0 MiB; give it room for 16 at least"
+    with pytest.raises(RefusedError, match=few):
         open_files(TierOptions(path=path, disk_gib=needed_gib - 2**-30), *known)
     assert not os.path.exists(path)
     tier = open_files(TierOptions(path=path, disk_gib=needed_gib), *known)
-    assert tier.num_slots == MIN_RECORDS
+    assert tier.num_slots == 16
     tier.shutdown()
 
 

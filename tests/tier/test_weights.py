@@ -63,5 +63,37 @@ def test_exchanged_weights_are_others(count: int) -> None:
     assert not kept.are_unchanged()
 
 
+def test_the_first_of_many_weights_counts_as_the_last() -> None:
+    many = torch.nn.Module()
+    for number in range(200):
+        many.register_buffer(f"{number:03}", torch.full((5,), number, dtype=torch.uint8))
+    kept = ModelWeights(many)
+    for name in ("000", "100", "199"):
+        weight = many.get_buffer(name)
+        weight[4] ^= 1
+        assert not kept.are_unchanged(), name
+        weight[4] ^= 1
+    assert kept.are_unchanged()
+
+
+def test_weights_of_other_lengths_are_others() -> None:
+    """Zeros fill the last word of each."""
+    digests = set()
+    for length in range(18):
+        model = torch.nn.Module()
+        model.register_buffer("weight", torch.zeros(length, dtype=torch.uint8))
+        digests.add(weights_digest(model))
+    assert len(digests) == 18
+    assert weights_digest(torch.nn.Module()) == 0
+
+
+def test_weights_that_begin_between_two_words_are_read_as_any() -> None:
+    bytes_ = torch.arange(33, dtype=torch.uint8)
+    shifted, whole = torch.nn.Module(), torch.nn.Module()
+    shifted.register_buffer("weight", bytes_[1:])
+    whole.register_buffer("weight", bytes_[1:].clone())
+    assert weights_digest(shifted) == weights_digest(whole)
+
+
 def test_a_model_without_weights_has_a_digest() -> None:
     assert ModelWeights(torch.nn.Module()).are_unchanged()

@@ -48,7 +48,7 @@ class StreamReport:
         num_prompts: that the stream answers.
     """
 
-    def __init__(self, num_prompts: int = 1) -> None:
+    def __init__(self, num_prompts: int) -> None:
         self._params: dict[str, Any] | None = None
         self._num_prompts = num_prompts
         self._ended: set[int] = set()

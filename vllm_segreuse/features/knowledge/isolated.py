@@ -35,8 +35,12 @@ class IsolatedDocuments:
     @classmethod
     def of(cls, model_config: Any, encode: Callable[[str], list[int]]) -> Self | None:
         """Those of a model; None: an ordinary one."""
-        names, layout = names_of(model_config), layout_of(model_config)
-        return None if names is None or layout is None else cls(names, layout, encode)
+        names = names_of(model_config)
+        if names is None:
+            return None
+        layout = layout_of(model_config)
+        assert layout is not None  # a model with names has one
+        return cls(names, layout, encode)
 
     @property
     def anchors(self) -> Anchors | None:

@@ -22,8 +22,8 @@ MAX_TOKEN_BYTES = 256 * 2**20
 MAX_KEY_BYTES = 512
 """Of names, ids and extra keys."""
 
-_MAX_JSON_BYTES = 6 * MAX_METADATA_BYTES
-"""Escapes make of each byte six at most."""
+_MAX_JSON_BYTES = 3 * MAX_METADATA_BYTES
+"""Escapes make six bytes of a character of two, and twelve of one of four."""
 
 _MAX_TIME_S = 253_402_300_799
 """The last second of the year 9999, where `datetime` ends."""
