@@ -128,6 +128,26 @@ def test_own_text_behind_a_shared_prompt_stays_linked_to_it(monkeypatch) -> None
         index.check_integrity()
 
 
+@pytest.mark.parametrize("answers", [1, 2, 5])
+def test_all_own_text_behind_a_shared_block_stays_linked_to_it(monkeypatch, answers) -> None:
+    """Also in the first block of the pool, which another answer was put in front of."""
+    monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
+    index, prompt = SegmentIndex(8, SIZE), np.arange(SIZE, dtype=np.int32)
+    for namespace in (0, 1):
+        index.insert(namespace, ints(7), prompt, 0)
+    for block in range(answers):
+        text = np.arange(100 + 10 * block, 104 + 10 * block, dtype=np.int32)
+        index.insert(1, ints(block), text, SIZE, parent_block=7)
+    index.insert(2, ints(7), prompt, 0)
+    index.begin_step()
+    for namespace in (2, 1, 2, 1):
+        index.show(namespace)
+        index.check_integrity()
+    for block in range(answers):
+        text = np.arange(100 + 10 * block, 104 + 10 * block, dtype=np.int32)
+        assert found(index, 1, np.concatenate((prompt, text))).num_segments == 1
+
+
 def test_shared_text_behind_own_text_stays_linked_to_it(monkeypatch) -> None:
     monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
     index, prompt = SegmentIndex(8, SIZE), np.arange(2 * SIZE, dtype=np.int32)
@@ -221,6 +241,43 @@ def test_handles_mean_nothing_after_everything_was_forgotten() -> None:
     after.check_integrity()
 
 
+def keys(*values: int) -> np.ndarray:
+    return np.array(values, np.uint32)
+
+
+def test_what_is_known_is_listed_with_what_is_in_front_the_latest_prefix_first() -> None:
+    known = Known(8)
+    known.add(3, -1, 0, ints(5, 0), keys(50, 10))
+    known.add(3, 0, 10, ints(6, 7), keys(60, 70))
+    known.add(4, 2, 20, ints(1), keys(11))
+    table = known.table(3)
+    assert table[:, :3].tolist() == [[6, 60, 0], [7, 70, 6], [5, 50, -1], [0, 10, 5]]
+    assert known.blocks_of(table[:, 3]).tolist() == [6, 7, 5, 0]
+    assert known.table(4)[:, :3].tolist() == [[1, 11, 2]], "of the block in front, only its key"
+    handle = known.detach(6)
+    known.evicted(np.array([5, 8, -1], np.int64))
+    assert known.table(3)[:, :3].tolist() == [[-2, 60, 0], [7, 70, -2], [-1, 50, -1], [0, 10, -1]]
+    assert known.keys_of_gone(3).tolist() == [50]
+    assert (known.count(3), known.num_cells, known.num_detached) == (3, 6, 1)
+    known.attach(handle, 4)
+    assert known.table(3)[:2, :3].tolist() == [[4, 60, 0], [7, 70, 4]]
+    assert (known.table(9).shape, known.count(9), known.prune(9)) == ((0, 4), 0, 0)
+
+
+def test_prefixes_that_begin_alike_share_what_they_have_in_common() -> None:
+    known = Known(8)
+    known.add(0, -1, 0, ints(0, 1, 2), keys(0, 1, 2))
+    known.add(1, -1, 0, ints(0, 1, 3), keys(0, 1, 3))
+    known.add(2, -1, 0, ints(1), keys(1))  # behind nothing: another one
+    assert (known.num_marks, known.num_cells) == (3, 5)
+    known.forget(0)
+    assert (known.num_marks, known.num_cells) == (2, 4)
+    known.forget(1)
+    known.forget(2)
+    assert (known.num_marks, known.num_cells) == (0, 0)
+    known.check_integrity()
+
+
 class Moving(RuleBasedStateMachine):
     """Blocks that are known, detached, attached, joined and lost, against the obvious model."""
 
@@ -230,22 +287,27 @@ class Moving(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.known = Known(8)
-        self.of_name: dict[int, list[object]] = {n: [] for n in range(5)}
+        self.of_name: dict[int, list[list[object]]] = {n: [] for n in range(5)}  # by prefix
         self.at: dict[int, list[object]] = {b: [] for b in range(8)}
         self.away: dict[int, list[object]] = {}
         self.place: dict[object, int] = {}
+        self.attached = 0
+
+    def _places(self, name: int) -> list[int]:
+        return [self.place[token] for tokens in self.of_name[name] for token in tokens]
 
     @rule(name=names, ids=st.lists(blocks, min_size=1, max_size=4, unique=True), parent=blocks)
     def add(self, name: int, ids: list[int], parent: int) -> None:
-        mine = [self.place[token] for token in self.of_name[name]]
+        mine = self._places(name)
         ids = [block for block in ids if block not in mine]
         if not ids:
             return
         keys = np.array(ids, np.uint32)
         self.known.add(name, -1 if parent in ids else parent, parent, ints(*ids), keys)
+        self.of_name[name].append([])
         for block in ids:
             token = object()
-            self.of_name[name].append(token)
+            self.of_name[name][-1].append(token)
             self.at[block].append(token)
             self.place[token] = block
 
@@ -274,6 +336,7 @@ class Moving(RuleBasedStateMachine):
     def attach(self, block: int, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from([0, *self.away]))
         self.known.attach(handle, block)
+        self.attached += handle != 0
         tokens = self.away.pop(handle, [])
         self._move(tokens, block)
         self.at[block] += tokens
@@ -298,7 +361,7 @@ class Moving(RuleBasedStateMachine):
     @rule(name=names)
     def forget(self, name: int) -> None:
         self.known.forget(name)
-        for token in self.of_name[name]:
+        for token in (token for tokens in self.of_name[name] for token in tokens):
             for tokens in (*self.at.values(), *self.away.values()):
                 if token in tokens:
                     tokens.remove(token)
@@ -306,20 +369,23 @@ class Moving(RuleBasedStateMachine):
 
     @rule(name=names)
     def prune(self, name: int) -> None:
-        before = sorted(self.known.table(name)[:, 0].tolist())
-        self.known.prune(name)
-        after = sorted(self.known.table(name)[:, 0].tolist())
-        assert [b for b in before if b != -1] == [b for b in after if b != -1]
-        gone = [token for token in self.of_name[name] if self.place[token] == -1]
-        for token in gone[: len(before) - len(after)]:
-            self.of_name[name].remove(token)
+        left = [
+            tokens
+            for tokens in self.of_name[name]
+            if any(self.place[token] != -1 for token in tokens)
+        ]
+        assert self.known.prune(name) == len(left)
+        self.of_name[name] = left
 
     @invariant()
     def it_is_what_it_is(self) -> None:
-        for name, tokens in self.of_name.items():
-            places = sorted(self.place[token] for token in tokens)
-            assert sorted(self.known.table(name)[:, 0].tolist()) == places
+        for name in self.of_name:
+            places = self._places(name)
+            assert sorted(self.known.table(name)[:, 0].tolist()) == sorted(places)
             assert self.known.count(name) == sum(place != -1 for place in places)
+        assert self.known.num_marks == sum(map(len, self.of_name.values()))
+        assert self.known.num_detached == len(self.away)
+        assert self.known.changes == self.attached
         self.known.check_integrity()
 
 
