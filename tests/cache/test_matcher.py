@@ -91,6 +91,8 @@ def check(model: Model, matches: Matches, namespace, prompt, start, stop, max_de
         for one, two in pairwise(pieces)
     ]
     check_growth(model, donors, pieces, joints, prompt, start, stop)
+    goes_on = [False, *joints][: len(pieces)]
+    assert matches.pieces.kept.tolist() == choice.kept(matches.pieces.rows(), goes_on)
     assert matches.num_tokens == len(covered)
     assert matches.num_segments == len(pieces) - sum(joints)
     assert matches.max_depth == max((donors[piece[2]].depth for piece in pieces), default=0)
