@@ -192,8 +192,7 @@ def test_ids_of_short_lived_namespaces_are_used_again() -> None:
     index.check_integrity()
 
 
-@pytest.mark.parametrize("limited", ["MAX_KNOWN_PREFIXES", "blocks"])
-def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch, limited) -> None:
+def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch) -> None:
     names = 300
     owner_of = lambda namespace: "few" if namespace < 3 else "many"  # noqa: E731
     monkeypatch.setattr(index_module, "MAX_KNOWN_PREFIXES", names // 2)
@@ -209,6 +208,24 @@ def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch
     assert 50 in known
     latest = [n for n in known if n > 50]
     assert latest == [*range(names - len(latest), names)]
+    index.check_integrity()
+
+
+def test_of_blocks_that_are_known_behind_others_each_time_not_all_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_KNOWN_PREFIXES", 4)
+    monkeypatch.setattr(index_module, "MAX_KNOWN_PER_BLOCK", 1)
+    index, prompt = shared(4, 2)
+    index.insert(2, ints(1, 2, 3), prompt[SIZE:], SIZE)  # behind text that it does not know
+    assert index.known.num_cells == 7
+    index.insert(3, ints(4), ints(50, 51, 52, 53), 0)
+    index.insert(2, ints(4), ints(50, 51, 52, 53), 0)
+    assert index.known.num_cells == index.num_blocks == 8
+    assert [index.knows(namespace, 1) for namespace in (1, 2)] == [True, True]
+    version = index.version
+    index.insert(1, ints(4), ints(50, 51, 52, 53), 0, parent_block=3)
+    assert [index.knows(namespace, 1) for namespace in (0, 1, 2)] == [True, True, False]
+    assert index.known.num_cells == 8, "all but that of block 4 behind nothing"
+    assert index.version > version + 1, "what a namespace finds has changed"
     index.check_integrity()
 
 
