@@ -128,6 +128,34 @@ def test_own_text_behind_a_shared_prompt_stays_linked_to_it(monkeypatch) -> None
         index.check_integrity()
 
 
+def test_own_text_stays_whatever_becomes_of_what_is_known_of_others(monkeypatch) -> None:
+    """The own block is the first of the pool."""
+    monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
+    index, prompt = SegmentIndex(8, SIZE), np.arange(2 * SIZE, dtype=np.int32)
+    own = np.arange(50, 50 + SIZE, dtype=np.int32)
+    for namespace in (0, 1):
+        index.insert(namespace, ints(3, 4), prompt, 0)
+    index.insert(1, ints(0), own, 0)
+    index.remove([3])
+    index.insert(2, ints(4), prompt[SIZE:], SIZE)  # the entries of 1 are dropped
+    index.check_integrity()
+    index.begin_step()
+    assert found(index, 1, own).num_tokens == SIZE
+    assert found(index, 1, prompt).num_tokens == SIZE
+    index.check_integrity()
+
+
+def test_what_is_learned_around_a_known_block_stays_linked_to_it(monkeypatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
+    index, prompt = shared(3, 1)
+    index.insert(1, ints(1), prompt[SIZE : 2 * SIZE], SIZE, parent_block=0)
+    index.insert(1, ints(0, 1, 2), prompt, 0)
+    assert found(index, 1, prompt).num_segments == 1
+    index.insert(2, ints(0), prompt[:SIZE], 0)  # the entries of 1 are dropped
+    assert found(index, 1, prompt).num_segments == 1
+    index.check_integrity()
+
+
 @pytest.mark.parametrize("answers", [1, 2, 5])
 def test_all_own_text_behind_a_shared_block_stays_linked_to_it(monkeypatch, answers) -> None:
     """Also in the first block of the pool, which another answer was put in front of."""
@@ -279,6 +307,24 @@ def test_what_is_known_is_listed_with_what_is_in_front_the_latest_prefix_first()
     known.attach(handle, 4)
     assert known.table(3)[:2, :3].tolist() == [[4, 60, 0], [7, 70, 4]]
     assert (known.table(9).shape, known.count(9), known.prune(9)) == ((0, 4), 0, 0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_two_blocks_were_known_as_is_joined_the_very_first_too(order: tuple[int, int]) -> None:
+    known = Known(4)
+    for block in (0, 1):
+        known.add(block, -1, 0, ints(block), keys(9))
+    first, second = (known.detach(block) for block in order)
+    known.attach(known.joined(first, second), 3)
+    assert [known.table(name)[:, 0].tolist() for name in (0, 1)] == [[3], [3]]
+    known.attach(known.joined(known.detach(3), 0), 2)
+    assert [known.table(name)[:, 0].tolist() for name in (0, 1)] == [[2], [2]]
+    known.attach(known.joined(0, known.detach(2)), 0)
+    assert [known.table(name)[:, 0].tolist() for name in (0, 1)] == [[0], [0]]
+    assert known.joined(0, 0) == known.detach(3) == 0
+    known.let_go(known.detach(0))
+    assert [known.count(name) for name in (0, 1)] == [0, 0]
+    known.check_integrity()
 
 
 def test_prefixes_that_begin_alike_share_what_they_have_in_common() -> None:
