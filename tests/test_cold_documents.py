@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from segreuse_extras.trained.cold_documents import ATTEMPTS, ColdDocuments
+from segreuse_extras.trained.cold_documents import ColdDocuments
 from segreuse_extras.trained.finder import IsolatedDocument
 
 
@@ -165,7 +165,7 @@ def test_a_document_that_nobody_waits_for_any_more_is_not_held() -> None:
 
 def test_documents_that_do_not_stay_are_an_error() -> None:
     world = World()
-    for _ in range(ATTEMPTS):
+    for _ in range(3):
         assert world.wait("one", (1,))
         (name,) = names(world.added())
         world.documents.computed(name, [])
@@ -190,7 +190,7 @@ def test_a_reset_releases_what_is_held(askers: tuple[str, ...]) -> None:
 
 def test_a_reset_is_no_fault_of_who_waits() -> None:
     world = World()
-    for _ in range(2 * ATTEMPTS):
+    for _ in range(6):
         assert world.wait("one", (1,))
         (name,) = names(world.added())
         world.documents.resetting()

@@ -113,17 +113,16 @@ def equal_runs(prompt: TokenArray, donor: TokenArray, min_run: int) -> IntArray:
 def _maximal_runs(prompt: TokenArray, donor: TokenArray, min_run: int) -> IntArray:
     """Runs that cannot be longer at either end, by their begin in the prompt."""
     runs = np.empty((MAX_RUNS, 3), np.int32)
-    buckets = 2
-    while buckets < 2 * donor.size:
-        buckets *= 2
-    heads = np.full(buckets, -1, np.int32)
-    following = np.empty(max(0, donor.size), np.int32)
+    if donor.size < min_run:
+        return runs[:0]
+    heads = np.full(donor.size, -1, np.int32)
+    following = np.empty(donor.size, np.int32)
     for i in range(donor.size - min_run, -1, -1):
-        bucket = _bucket(donor, i, min_run, buckets)
+        bucket = _bucket(donor, i, min_run, heads.size)
         following[i], heads[bucket] = heads[bucket], i
     count = 0
     for i in range(prompt.size - min_run + 1):
-        at, visits = heads[_bucket(prompt, i, min_run, buckets)], _VISITED
+        at, visits = heads[_bucket(prompt, i, min_run, heads.size)], _VISITED
         while at >= 0 and visits > 0 and count < MAX_RUNS:
             if i == 0 or at == 0 or prompt[i - 1] != donor[at - 1]:
                 limit, length = min(prompt.size - i, donor.size - at), 0
@@ -143,4 +142,4 @@ def _bucket(tokens: TokenArray, begin: int, length: int, buckets: int) -> int:
     for i in range(begin, begin + length):
         value = np.uint32(np.uint32(value ^ np.uint32(tokens[i])) * np.uint32(0x9E3779B1))
         value ^= value >> np.uint32(16)
-    return int(value & np.uint32(buckets - 1))
+    return int(value % np.uint32(buckets))

@@ -10,7 +10,6 @@ import pytest
 
 from segreuse_extras.audit import audits as module
 from segreuse_extras.audit.audits import Audit, Audits
-from segreuse_extras.audit.draw import MOST_AT_ONCE
 from segreuse_extras.audit.options import AuditOptions
 from tests.audit.test_draw import Clock
 from vllm_segreuse.config.metrics import SegReuseStats
@@ -252,13 +251,13 @@ def test_what_is_drawn_and_not_audited_is_counted_and_not_logged() -> None:
 
 
 def test_those_that_wait_count_as_under_way(world: World) -> None:
-    for number in range(MOST_AT_ONCE):
+    for number in range(16):
         world.admit(str(number))
         if number % 2:
             world.end(str(number))
     assert world.due()
     assert not world.audits.draws(10, "shift", "docs")
-    assert world.audits.status()["under_way"] == MOST_AT_ONCE
+    assert world.audits.status()["under_way"] == 16
 
 
 # Drift.
@@ -324,6 +323,14 @@ def test_the_route_shows_the_last_ones(world: World) -> None:
         *("time", "policy", "namespace_class", "namespace", "fallback"),
         *("kl", "agreed_tokens", "compared_tokens"),
     }, "no request is named"
+
+
+def test_the_route_shows_so_many(world: World) -> None:
+    for number in range(203):
+        world.audit(str(number), kl=number)
+        world.clock.now += 60
+    recent = world.audits.status()["recent"]
+    assert [each["kl"] for each in recent] == [float(number) for number in range(3, 203)]
 
 
 # Errors.

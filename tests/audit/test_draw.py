@@ -3,7 +3,7 @@
 
 import random
 
-from segreuse_extras.audit.draw import MOST_AT_ONCE, Draw
+from segreuse_extras.audit.draw import Draw
 from segreuse_extras.audit.options import AuditOptions
 
 
@@ -48,8 +48,8 @@ def test_no_more_than_so_many_within_any_minute() -> None:
 
 def test_no_more_than_so_many_at_once() -> None:
     draw = Draw(AuditOptions(share=1.0, per_minute=6000), lambda: 0.0, Clock())
-    assert draw.draw(10, MOST_AT_ONCE - 1) == "audited"
-    assert draw.draw(10, MOST_AT_ONCE) == "limit"
+    assert draw.draw(10, 15) == "audited"
+    assert draw.draw(10, 16) == "limit"
 
 
 def test_long_prompts_are_too_long_and_cost_no_others_place() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -122,6 +123,38 @@ class Choice:
                 break
             window -= self.size
         return run
+
+    def kept(self, pieces: list[list[int]], goes_on: list[bool]) -> list[int]:
+        """Tokens in front of each piece that were in front of it in its sequence, too.
+
+        Args:
+            goes_on: whether a piece continues the one before it.
+        """
+        taken: Counter[int] = Counter()
+        kept: list[int] = []
+        before = 0
+        for (destination, length, block, offset, position), continues in zip(
+            pieces, goes_on, strict=True
+        ):
+            if continues:
+                kept.append(kept[-1] + before)
+            else:
+                front = self.ancestors(block)[::-1]
+                shared = self.common(front, destination) if self.begins([*front, block]) else 0
+                found = shared * self.size + sum(min(self.size, taken[a]) for a in front[shared:])
+                kept.append(min(found + min(offset, taken[block]), position, destination))
+            taken[block] += length
+            before = length
+        return kept
+
+    def begins(self, blocks: list[int]) -> bool:
+        """Whether the first of these is the first of its sequence."""
+        return self.known[blocks[0]].position == 0
+
+    def common(self, blocks: list[int], stop: int) -> int:
+        """Whole blocks that these and the prompt up to `stop` begin with."""
+        tokens = [token for block in blocks for token in self.known[block].tokens]
+        return equal_length(tokens, self.prompt[:stop]) // self.size
 
     def child(self, block: int, window: int) -> tuple[int, int] | None:
         """(block, length) of the child that goes on behind a block."""

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache import matcher
-from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.index import BlockFacts, SegmentIndex, bytes_per_block, was_before
+from vllm_segreuse.cache.known import Known
 from vllm_segreuse.cache.matcher import find_matches
 from vllm_segreuse.cache.rolling_hash import window_hashes
 
@@ -327,3 +328,131 @@ def test_entries_of_blocks_are_those_of_the_namespace_and_negative_ids_are_nobod
     assert mine.tolist() == [0, 3, -1, -1, 0]
     assert other[0] == other[4] >= index.num_blocks
     assert other[1:4].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize(("blocks", "per_block"), [(2**10, 316), (2**10 + 1, 364)])
+@pytest.mark.parametrize("size", [16, 32])
+def test_an_index_reserves_as_much_as_is_said(blocks: int, per_block: int, size: int) -> None:
+    index = SegmentIndex(blocks, size)
+    arrays = index.nodes, index.tokens, index.contexts, index.heads, index.anchor_counts
+    known = index.known.num_bytes - Known(1).num_bytes
+    reserved = (sum(array.nbytes for array in arrays) + known) / blocks
+    assert reserved == pytest.approx(4 * size + per_block, abs=0.2)
+    assert reserved <= bytes_per_block(size) == 4 * size + 364
+    index.insert(0, ints(0), np.arange(size, dtype=np.int32), 0)
+    assert index.position_offsets is None
+    facts = BlockFacts(position_offsets=np.zeros(size, np.int32))
+    index.insert(0, ints(1), np.arange(size, dtype=np.int32), 0, facts=facts)
+    assert index.position_offsets is not None
+    assert index.position_offsets.nbytes == blocks * 4 * size
+
+
+def test_arrays_begin_at_a_cache_line() -> None:
+    index = SegmentIndex(5, 3)
+    assert [it.ctypes.data % 64 for it in (index.nodes, index.tokens)] == [0, 0]
+
+
+def test_entries_that_move_begin_at_a_cache_line_and_are_twice_as_many(monkeypatch) -> None:
+    monkeypatch.setattr(index_module, "ENTRIES_PER_BLOCK", 1)
+    index, prompt = SegmentIndex(4, 2), np.arange(8, dtype=np.int32)
+    sizes = []
+    for namespace in range(4):
+        index.insert(namespace, np.arange(4, dtype=np.int32), prompt, 0)
+        sizes.append(index.nodes.size)
+        index.check_integrity()
+    assert sizes == [4, 8, 16, 16]
+    assert index.nodes.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "other", "expected"),
+    [
+        (5, 5, False),
+        (5, 6, True),
+        (6, 5, False),
+        (1, 2**31, True),
+        (1, 2**31 + 1, False),
+        (2**32 - 1, 1, True),
+        (1, 2**32 - 1, False),
+    ],
+)
+def test_steps_are_compared_around_their_circle(step: int, other: int, expected: bool) -> None:
+    assert was_before(step, other) is expected
+
+
+def test_what_is_computed_already_donates_at_once_also_where_steps_begin_anew() -> None:
+    for step in (1, 2, 2**32 - 1):
+        index, prompt = SegmentIndex(2, 2), ints(1, 2)
+        index.step = step
+        index.insert(0, ints(0), prompt, 0, facts=BlockFacts(fresh=False))
+        assert find_matches(index, 0, prompt, window_hashes(prompt, 2), 0, 2, 0).num_tokens == 2
+        version = index.version
+        index.begin_step()
+        assert index.version == version, "nothing was fresh"
+        assert was_before(int(index.nodes["born"][0]), index.step)
+
+
+def test_a_depth_is_taken_up_to_the_largest() -> None:
+    index = SegmentIndex(4, 2)
+    index.insert(0, ints(0, 1), ints(1, 2, 3, 4), 0, depths=np.array([0, 127], np.int8))
+    assert index.nodes["depth"][:2].tolist() == [0, 127]
+    with pytest.raises(ValueError, match="depth 128 is above 127"):
+        index.insert(0, ints(2), ints(1, 2), 0, depths=128)
+    with pytest.raises(ValueError, match="depth -1 must not be negative"):
+        index.insert(0, ints(2), ints(1, 2), 0, depths=np.array([-1], np.int8))
+    assert 2 not in index
+
+
+def test_images_in_front_are_known_of_each_block() -> None:
+    index = SegmentIndex(6, 2)
+    index.insert(0, ints(0), ints(1, 2), 0)
+    assert index.position_offsets_of(ints(0)) is None
+    assert index.is_text(0)
+    facts = BlockFacts(position_offsets=ints(0, 0, 3, 4))
+    index.insert(0, ints(1, 2), ints(-9, 5, 6, 7), 2, facts=facts)
+    index.insert(0, ints(3, 4), ints(6, 7, 8, -4), 6)
+    offsets = index.position_offsets_of(ints(2, 0, 1))
+    assert offsets is not None
+    assert offsets.tolist() == [3, 4, 0, 0, 0, 0]
+    assert [index.is_text(block) for block in range(5)] == [True, False, False, True, False]
+    assert index.image_tokens().tolist() == [-9, -4]
+    index.remove([1])
+    assert index.image_tokens().tolist() == [-4]
+    index.insert(0, ints(2), ints(6, 7), 4)
+    assert index.is_text(2), "it was replaced"
+    index.clear()
+    assert index.position_offsets is None
+    assert index.image_tokens().tolist() == []
+
+
+def test_contexts_are_those_of_the_last_insertion() -> None:
+    index = SegmentIndex(4, 2)
+    facts = BlockFacts(contexts=np.array([7, 8], np.uint64))
+    index.insert(0, ints(1, 3), ints(1, 2, 3, 4), 0, facts=facts)
+    assert index.contexts.tolist() == [0, 7, 0, 8]
+    index.insert(1, ints(3), ints(3, 4), 2)
+    assert index.contexts.tolist() == [0, 7, 0, 0]
+
+
+def test_blocks_in_front_are_listed_up_to_so_many() -> None:
+    index = SegmentIndex(6, 2)
+    index.insert(0, ints(4, 0, 2, 5), np.arange(8, dtype=np.int32), 0)
+    assert [index.ancestors(5, count).tolist() for count in (0, 1, 2, 3, 9)] == [
+        [],
+        [2],
+        [0, 2],
+        [4, 0, 2],
+        [4, 0, 2],
+    ]
+    assert index.ancestors(4, 3).tolist() == []
+
+
+@pytest.mark.parametrize("namespace", [63, 64, 65])
+def test_namespaces_have_any_number(namespace: int) -> None:
+    index = SegmentIndex(4, 2)
+    index.insert(0, ints(0), ints(1, 2), 0)
+    index.insert(namespace, ints(0, 1), ints(1, 2, 3, 4), 0)
+    assert [index.population(n) for n in (0, namespace, namespace + 1)] == [1, 2, 0]
+    assert [index.knows(namespace, block) for block in range(3)] == [True, True, False]
+    assert [index.knows(0, block) for block in range(3)] == [True, False, False]
+    index.check_integrity()

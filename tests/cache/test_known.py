@@ -128,6 +128,54 @@ def test_own_text_behind_a_shared_prompt_stays_linked_to_it(monkeypatch) -> None
         index.check_integrity()
 
 
+def test_own_text_stays_whatever_becomes_of_what_is_known_of_others(monkeypatch) -> None:
+    """The own block is the first of the pool."""
+    monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
+    index, prompt = SegmentIndex(8, SIZE), np.arange(2 * SIZE, dtype=np.int32)
+    own = np.arange(50, 50 + SIZE, dtype=np.int32)
+    for namespace in (0, 1):
+        index.insert(namespace, ints(3, 4), prompt, 0)
+    index.insert(1, ints(0), own, 0)
+    index.remove([3])
+    index.insert(2, ints(4), prompt[SIZE:], SIZE)  # the entries of 1 are dropped
+    index.check_integrity()
+    index.begin_step()
+    assert found(index, 1, own).num_tokens == SIZE
+    assert found(index, 1, prompt).num_tokens == SIZE
+    index.check_integrity()
+
+
+def test_what_is_learned_around_a_known_block_stays_linked_to_it(monkeypatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
+    index, prompt = shared(3, 1)
+    index.insert(1, ints(1), prompt[SIZE : 2 * SIZE], SIZE, parent_block=0)
+    index.insert(1, ints(0, 1, 2), prompt, 0)
+    assert found(index, 1, prompt).num_segments == 1
+    index.insert(2, ints(0), prompt[:SIZE], 0)  # the entries of 1 are dropped
+    assert found(index, 1, prompt).num_segments == 1
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("answers", [1, 2, 5])
+def test_all_own_text_behind_a_shared_block_stays_linked_to_it(monkeypatch, answers) -> None:
+    """Also in the first block of the pool, which another answer was put in front of."""
+    monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
+    index, prompt = SegmentIndex(8, SIZE), np.arange(SIZE, dtype=np.int32)
+    for namespace in (0, 1):
+        index.insert(namespace, ints(7), prompt, 0)
+    for block in range(answers):
+        text = np.arange(100 + 10 * block, 104 + 10 * block, dtype=np.int32)
+        index.insert(1, ints(block), text, SIZE, parent_block=7)
+    index.insert(2, ints(7), prompt, 0)
+    index.begin_step()
+    for namespace in (2, 1, 2, 1):
+        index.show(namespace)
+        index.check_integrity()
+    for block in range(answers):
+        text = np.arange(100 + 10 * block, 104 + 10 * block, dtype=np.int32)
+        assert found(index, 1, np.concatenate((prompt, text))).num_segments == 1
+
+
 def test_shared_text_behind_own_text_stays_linked_to_it(monkeypatch) -> None:
     monkeypatch.setattr(index_module, "MAX_VIEWS", 1)
     index, prompt = SegmentIndex(8, SIZE), np.arange(2 * SIZE, dtype=np.int32)
@@ -172,8 +220,7 @@ def test_ids_of_short_lived_namespaces_are_used_again() -> None:
     index.check_integrity()
 
 
-@pytest.mark.parametrize("limited", ["MAX_KNOWN_PREFIXES", "blocks"])
-def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch, limited) -> None:
+def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch) -> None:
     names = 300
     owner_of = lambda namespace: "few" if namespace < 3 else "many"  # noqa: E731
     monkeypatch.setattr(index_module, "MAX_KNOWN_PREFIXES", names // 2)
@@ -189,6 +236,24 @@ def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch
     assert 50 in known
     latest = [n for n in known if n > 50]
     assert latest == [*range(names - len(latest), names)]
+    index.check_integrity()
+
+
+def test_of_blocks_that_are_known_behind_others_each_time_not_all_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_KNOWN_PREFIXES", 4)
+    monkeypatch.setattr(index_module, "MAX_KNOWN_PER_BLOCK", 1)
+    index, prompt = shared(4, 2)
+    index.insert(2, ints(1, 2, 3), prompt[SIZE:], SIZE)  # behind text that it does not know
+    assert index.known.num_cells == 7
+    index.insert(3, ints(4), ints(50, 51, 52, 53), 0)
+    index.insert(2, ints(4), ints(50, 51, 52, 53), 0)
+    assert index.known.num_cells == index.num_blocks == 8
+    assert [index.knows(namespace, 1) for namespace in (1, 2)] == [True, True]
+    version = index.version
+    index.insert(1, ints(4), ints(50, 51, 52, 53), 0, parent_block=3)
+    assert [index.knows(namespace, 1) for namespace in (0, 1, 2)] == [True, True, False]
+    assert index.known.num_cells == 8, "all but that of block 4 behind nothing"
+    assert index.version > version + 1, "what a namespace finds has changed"
     index.check_integrity()
 
 
@@ -221,6 +286,61 @@ def test_handles_mean_nothing_after_everything_was_forgotten() -> None:
     after.check_integrity()
 
 
+def keys(*values: int) -> np.ndarray:
+    return np.array(values, np.uint32)
+
+
+def test_what_is_known_is_listed_with_what_is_in_front_the_latest_prefix_first() -> None:
+    known = Known(8)
+    known.add(3, -1, 0, ints(5, 0), keys(50, 10))
+    known.add(3, 0, 10, ints(6, 7), keys(60, 70))
+    known.add(4, 2, 20, ints(1), keys(11))
+    table = known.table(3)
+    assert table[:, :3].tolist() == [[6, 60, 0], [7, 70, 6], [5, 50, -1], [0, 10, 5]]
+    assert known.blocks_of(table[:, 3]).tolist() == [6, 7, 5, 0]
+    assert known.table(4)[:, :3].tolist() == [[1, 11, 2]], "of the block in front, only its key"
+    handle = known.detach(6)
+    known.evicted(np.array([5, 8, -1], np.int64))
+    assert known.table(3)[:, :3].tolist() == [[-2, 60, 0], [7, 70, -2], [-1, 50, -1], [0, 10, -1]]
+    assert known.keys_of_gone(3).tolist() == [50]
+    assert (known.count(3), known.num_cells, known.num_detached) == (3, 6, 1)
+    known.attach(handle, 4)
+    assert known.table(3)[:2, :3].tolist() == [[4, 60, 0], [7, 70, 4]]
+    assert (known.table(9).shape, known.count(9), known.prune(9)) == ((0, 4), 0, 0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_two_blocks_were_known_as_is_joined_the_very_first_too(order: tuple[int, int]) -> None:
+    known = Known(4)
+    for block in (0, 1):
+        known.add(block, -1, 0, ints(block), keys(9))
+    first, second = (known.detach(block) for block in order)
+    known.attach(known.joined(first, second), 3)
+    assert [known.table(name)[:, 0].tolist() for name in (0, 1)] == [[3], [3]]
+    known.attach(known.joined(known.detach(3), 0), 2)
+    assert [known.table(name)[:, 0].tolist() for name in (0, 1)] == [[2], [2]]
+    known.attach(known.joined(0, known.detach(2)), 0)
+    assert [known.table(name)[:, 0].tolist() for name in (0, 1)] == [[0], [0]]
+    assert known.joined(0, 0) == known.detach(3) == 0
+    known.let_go(known.detach(0))
+    assert [known.count(name) for name in (0, 1)] == [0, 0]
+    known.check_integrity()
+
+
+def test_prefixes_that_begin_alike_share_what_they_have_in_common() -> None:
+    known = Known(8)
+    known.add(0, -1, 0, ints(0, 1, 2), keys(0, 1, 2))
+    known.add(1, -1, 0, ints(0, 1, 3), keys(0, 1, 3))
+    known.add(2, -1, 0, ints(1), keys(1))  # behind nothing: another one
+    assert (known.num_marks, known.num_cells) == (3, 5)
+    known.forget(0)
+    assert (known.num_marks, known.num_cells) == (2, 4)
+    known.forget(1)
+    known.forget(2)
+    assert (known.num_marks, known.num_cells) == (0, 0)
+    known.check_integrity()
+
+
 class Moving(RuleBasedStateMachine):
     """Blocks that are known, detached, attached, joined and lost, against the obvious model."""
 
@@ -230,22 +350,27 @@ class Moving(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.known = Known(8)
-        self.of_name: dict[int, list[object]] = {n: [] for n in range(5)}
+        self.of_name: dict[int, list[list[object]]] = {n: [] for n in range(5)}  # by prefix
         self.at: dict[int, list[object]] = {b: [] for b in range(8)}
         self.away: dict[int, list[object]] = {}
         self.place: dict[object, int] = {}
+        self.attached = 0
+
+    def _places(self, name: int) -> list[int]:
+        return [self.place[token] for tokens in self.of_name[name] for token in tokens]
 
     @rule(name=names, ids=st.lists(blocks, min_size=1, max_size=4, unique=True), parent=blocks)
     def add(self, name: int, ids: list[int], parent: int) -> None:
-        mine = [self.place[token] for token in self.of_name[name]]
+        mine = self._places(name)
         ids = [block for block in ids if block not in mine]
         if not ids:
             return
         keys = np.array(ids, np.uint32)
         self.known.add(name, -1 if parent in ids else parent, parent, ints(*ids), keys)
+        self.of_name[name].append([])
         for block in ids:
             token = object()
-            self.of_name[name].append(token)
+            self.of_name[name][-1].append(token)
             self.at[block].append(token)
             self.place[token] = block
 
@@ -274,6 +399,7 @@ class Moving(RuleBasedStateMachine):
     def attach(self, block: int, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from([0, *self.away]))
         self.known.attach(handle, block)
+        self.attached += handle != 0
         tokens = self.away.pop(handle, [])
         self._move(tokens, block)
         self.at[block] += tokens
@@ -298,7 +424,7 @@ class Moving(RuleBasedStateMachine):
     @rule(name=names)
     def forget(self, name: int) -> None:
         self.known.forget(name)
-        for token in self.of_name[name]:
+        for token in (token for tokens in self.of_name[name] for token in tokens):
             for tokens in (*self.at.values(), *self.away.values()):
                 if token in tokens:
                     tokens.remove(token)
@@ -306,20 +432,23 @@ class Moving(RuleBasedStateMachine):
 
     @rule(name=names)
     def prune(self, name: int) -> None:
-        before = sorted(self.known.table(name)[:, 0].tolist())
-        self.known.prune(name)
-        after = sorted(self.known.table(name)[:, 0].tolist())
-        assert [b for b in before if b != -1] == [b for b in after if b != -1]
-        gone = [token for token in self.of_name[name] if self.place[token] == -1]
-        for token in gone[: len(before) - len(after)]:
-            self.of_name[name].remove(token)
+        left = [
+            tokens
+            for tokens in self.of_name[name]
+            if any(self.place[token] != -1 for token in tokens)
+        ]
+        assert self.known.prune(name) == len(left)
+        self.of_name[name] = left
 
     @invariant()
     def it_is_what_it_is(self) -> None:
-        for name, tokens in self.of_name.items():
-            places = sorted(self.place[token] for token in tokens)
-            assert sorted(self.known.table(name)[:, 0].tolist()) == places
+        for name in self.of_name:
+            places = self._places(name)
+            assert sorted(self.known.table(name)[:, 0].tolist()) == sorted(places)
             assert self.known.count(name) == sum(place != -1 for place in places)
+        assert self.known.num_marks == sum(map(len, self.of_name.values()))
+        assert self.known.num_detached == len(self.away)
+        assert self.known.changes == self.attached
         self.known.check_integrity()
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.choice import Choice, View
@@ -91,6 +91,8 @@ def check(model: Model, matches: Matches, namespace, prompt, start, stop, max_de
         for one, two in pairwise(pieces)
     ]
     check_growth(model, donors, pieces, joints, prompt, start, stop)
+    goes_on = [False, *joints][: len(pieces)]
+    assert matches.pieces.kept.tolist() == choice.kept(matches.pieces.rows(), goes_on)
     assert matches.num_tokens == len(covered)
     assert matches.num_segments == len(pieces) - sum(joints)
     assert matches.max_depth == max((donors[piece[2]].depth for piece in pieces), default=0)
@@ -217,6 +219,7 @@ def share(index: SegmentIndex, model: Model, namespace: int, which: int) -> None
 
 
 @pytest.mark.parametrize("colliding", [False, True], ids=["hashed", "all keys collide"])
+@settings(max_examples=200)
 @given(
     scenario=scenarios(),
     namespace=st.sampled_from([0, 0, 1]),
@@ -331,8 +334,9 @@ def test_12_two_donors_side_by_side_are_two_segments():
 
 def test_a_window_that_begins_before_the_range_serves_what_lies_inside():
     index = build((spell("abcd"), {"first_position": 8}))
-    matches = match(index, 0, spell("abcd"), start=1, stop=3)
-    assert matches.pieces.rows() == [[1, 2, 0, 1, 9]]
+    for start, stop in ((1, 3), (3, 4), (0, 1)):
+        matches = match(index, 0, spell("abcd"), start, stop)
+        assert matches.pieces.rows() == [[start, stop - start, 0, start, 8 + start]]
 
 
 def test_12_the_run_that_continues_is_preferred():
@@ -449,9 +453,8 @@ def test_12_where_all_in_front_is_equal_what_is_in_place_comes_first():
     assert match(index, 0, spell("abcd....")).pieces.block.tolist() == [1]
 
 
-@pytest.mark.parametrize("between", [assembly.MAX_ANCESTORS - 1, assembly.MAX_ANCESTORS])
-def test_12_text_of_the_prompt_far_in_front_is_not_looked_for(between):
-    seen = between < assembly.MAX_ANCESTORS
+@pytest.mark.parametrize(("between", "seen"), [(63, True), (64, False)])
+def test_12_text_of_the_prompt_far_in_front_is_not_looked_for(between, seen):
     sequences = "abcd" + "zzzz" * 99 + "efgh", "abcd" + "zzzz" * between + "efgh"
     index = build(*((spell(text), {}) for text in sequences), blocks=400)
     matches = match(index, 0, spell("abcd..efgh"))
@@ -473,12 +476,63 @@ def test_12_the_order_of_insertion_does_not_matter():
     assert [fourth, fifth] == [6 * fronts.index(A + B) + 4, 6 * fronts.index(A + B) + 5]
 
 
-@pytest.mark.parametrize(("better", "chosen"), [(20, 20), (9000, 0)])
+@pytest.mark.parametrize(("better", "chosen"), [(31, 31), (32, 0), (9000, 0)])
 def test_of_10_000_copies_only_the_oldest_are_compared(better, chosen):
     copies = [(spell("zzzzefgh"), {})] * 10_000
     copies[better] = spell("abcdefgh"), {}
     index = build(*copies, blocks=20_000)
     assert match(index, 0, spell("abcd..efgh")).pieces.block[-1] == 2 * chosen + 1
+
+
+@pytest.mark.parametrize(("deep", "found"), [(255, 4), (256, 0)])
+def test_behind_that_many_copies_that_may_not_donate_none_is_looked_for(deep, found):
+    copies = [(spell("abcd"), {"depths": 3})] * deep
+    index = build(*copies, (spell("abcd"), {}), blocks=deep + 1)
+    assert match(index, 0, spell("abcd"), max_depth=2).num_tokens == found
+
+
+@pytest.mark.parametrize(("deep", "is_better"), [(254, True), (255, False)])
+def test_copies_that_may_not_donate_hide_a_better_donor_once_they_are_many(deep, is_better):
+    copies = [(spell("efgh"), {"depths": 3})] * deep
+    index = build((spell("zzzzefgh"), {}), *copies, (spell("abcdefgh"), {}), blocks=deep + 4)
+    matches = match(index, 0, spell("abcd..efgh"), start=6, max_depth=2)
+    assert matches.pieces.block.tolist() == [deep + 3 if is_better else 1]
+
+
+@pytest.mark.parametrize(("equal", "is_shorter"), [(1023, True), (1024, False)])
+def test_12_left_context_is_compared_up_to_a_limit(equal, is_shorter):
+    """The donor with more of it is the deeper one."""
+    context, text = [*range(100, 1140)], [50, 51, 52, 53]
+    short = [9] * (1028 - equal) + context[-equal:] + text
+    index = build((context[-1028:] + text, {"depths": 1}), (short, {}), blocks=600)
+    (block,) = match(index, 0, context + text, start=len(context)).pieces.block.tolist()
+    assert block == (257 if is_shorter else 257 + len(short) // 4)
+
+
+def test_12_the_first_block_of_the_pool_is_context_like_any_other():
+    index = build((spell("abcdqrst"), {"depths": 1}), (spell("zzzzqrst"), {}))
+    assert match(index, 0, spell("abcdqrst"), start=4).pieces.block.tolist() == [1]
+    assert match(index, 0, spell("abcd..qrst"), start=6).pieces.block.tolist() == [1]
+    assert match(index, 0, spell("bcd..qrst"), start=5).pieces.block.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "stop"), [("efghqrst", 4, 8), ("qrstefgh", 0, 4), ("efgh.qrst", 0, 9)]
+)
+def test_12_text_right_beside_the_range_counts_too(text, start, stop):
+    index = build((spell("efghzzzzqrst"), {"depths": 1}), (spell("yyyyzzzzqrst"), {}))
+    assert 2 in match(index, 0, spell(text), start, stop).pieces.block.tolist()
+
+
+@pytest.mark.parametrize(
+    ("newer", "depth", "length"), [(31, 0, 7), (32, 0, 5), (255, 3, 7), (256, 3, 4)]
+)
+def test_of_many_children_only_the_newest_are_compared(newer, depth, length):
+    """And of those that may not donate, only so many are passed over."""
+    child = {"first_position": 4, "parent_block": 0}
+    others = [(spell("ezzz"), child | {"depths": depth})] * newer
+    index = build((spell("abcd"), {}), (spell("efgh"), child), *others, blocks=newer + 2)
+    assert match(index, 0, spell("abcdefg."), max_depth=2).num_tokens == length
 
 
 def test_the_child_that_equals_longest_ends_the_run():
@@ -597,15 +651,20 @@ def test_all_that_a_choice_looks_at_is_counted():
     assert spent(build(*copies), spell("tuvwxyzabcd"), max_depth=2) == (taken, 4)
 
 
+def test_where_there_is_nothing_to_choose_nothing_is_compared():
+    assert spent(build((spell("abcd"), {})), spell("abcd")) == (1 + 1, 4)
+    index = build((spell("zzzzefgh"), {}), (spell("abcdefgh"), {}))
+    of_contexts = 2 * (1 + len("bcd") // 4)
+    assert spent(index, spell("bcdefgh")) == (1 + 2 + of_contexts, 7)
+
+
 def test_the_work_of_all_choices_of_a_prompt_is_bounded():
     """Runs of one block each, whose donors have the same blocks in front as often as can be."""
     copies = [(spell("abcd") * (assembly.MAX_ANCESTORS + 1), {})] * assembly.MAX_CANDIDATES
     index = build(*copies, blocks=len(copies) * (assembly.MAX_ANCESTORS + 1))
     prompt = spell("abcd.") * 2000
-    choice = assembly.MAX_VISITED + assembly.MAX_CANDIDATES * (2 + 2 * assembly.MAX_ANCESTORS)
-    work, found = spent(index, prompt)
-    assert assembly.MAX_WORK <= work < assembly.MAX_WORK + choice
-    assert found == 2000 * 4
+    each = spent(index, prompt[:5])[0] - 1  # and once a look at the first donor
+    assert spent(index, prompt) == (1 + -(-(2**18) // each) * each, 2000 * 4)
 
 
 def test_where_no_work_is_left_the_oldest_donor_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,6 +674,16 @@ def test_where_no_work_is_left_the_oldest_donor_is_taken(monkeypatch: pytest.Mon
     monkeypatch.setattr(matcher, "MAX_WORK", 0)
     assert match(index, 0, prompt).pieces.block.tolist() == [2, 1]
     assert match(index, 0, prompt, max_depth=0).pieces.block.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(("work", "chosen"), [(1, 1), (2, 3)])
+def test_a_donor_is_chosen_as_long_as_any_work_is_left(
+    work: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at the first one takes one."""
+    index = build((spell("zzzzefgh"), {}), (spell("abcdefgh"), {}))
+    monkeypatch.setattr(matcher, "MAX_WORK", work)
+    assert match(index, 0, spell("abcd..efgh"), start=6).pieces.block.tolist() == [chosen]
 
 
 @pytest.mark.parametrize("length", [0, 1, 3])

@@ -28,7 +28,6 @@ from vllm_segreuse.plan import (
     ReusePlan,
     fates_of,
 )
-from vllm_segreuse.scheduling import budget as budget_module
 from vllm_segreuse.scheduling.budget import StepBudget
 from vllm_segreuse.scheduling.donors import Donors
 from vllm_segreuse.scheduling.health import Health
@@ -516,7 +515,7 @@ def test_a_plan_larger_than_a_step_is_admitted_alone(world, document):
 
 
 def test_lookups_per_step_are_bounded(world, document):
-    limit = budget_module.LOOKUPS_PER_STEP
+    limit = 16
     misses = [world.request(world.new_tokens(20)) for _ in range(limit)]
     behind = world.request(world.new_tokens(1) + document[0])
     assert [world.decide(tracked) for tracked in misses] == [0] * limit
@@ -530,7 +529,7 @@ def test_lookups_per_step_are_bounded(world, document):
 
 def test_fresh_prefixes_count_as_lookups(world, document):
     """Their matches are remembered, but looking their prefixes up costs time, too."""
-    limit = budget_module.LOOKUPS_PER_STEP
+    limit = 16
     prompt = world.new_tokens(4) + document[0] + world.new_tokens(1)
     tracked = world.request(prompt)
     answers = [world.decide(tracked, start=4, fresh=True) for _ in range(2 * limit)]

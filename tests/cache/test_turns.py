@@ -135,3 +135,37 @@ def test_a_session_is_named_by_its_whole_id_and_namespace() -> None:
 @pytest.mark.parametrize("session_id", [None, "", 7, b"bytes", ["a"], {}])
 def test_what_is_no_id_names_no_session(session_id: object) -> None:
     assert session_of(Mock(session_id=session_id), 0) is None
+
+
+def test_later_turns_are_those_that_were_seen_beside_a_few_that_were_not() -> None:
+    turns = Turns()
+    turns.began(names(0, 4), 0, 4)
+    turns.began(names(0, 6), 3, 6)
+    assert turns.later == pytest.approx(1 / (2 - 1 + 8) * 3 / (4 + 8))
+    turns.began(names(0, 9), 7, 9)  # of the longer one, and all of that
+    assert turns.later == pytest.approx(2 / (3 - 2 + 8) * (3 + 6) / (4 + 6 + 8))
+    turns.began(names(1, 1), 0, 5)  # no more than it has is exact
+    turns.began(names(1, 2), 2, 0)
+    assert turns.later == pytest.approx(3 / (5 - 3 + 8) * (9 + 1) / (10 + 1 + 8))
+    turns.began(names(1, 3), 2, 3)  # nothing of it was exact
+    assert turns.later == pytest.approx(4 / (6 - 4 + 8) * 10 / 19)
+
+
+def test_what_was_seen_counts_half_after_so_many_prompts() -> None:
+    turns = Turns()
+    conversations(turns, 256, 2)
+    assert turns.later == pytest.approx(256 / (512 - 256 + 8) * 512 / (512 + 8))
+    turns.began([b"alone"], 0, 1)
+    assert turns.later == pytest.approx(128 / (257 - 128 + 8) * 256 / (256 + 8))
+
+
+@pytest.mark.parametrize("session", [None, b"session"])
+def test_so_many_ends_are_remembered_those_of_late_the_longest(session: bytes | None) -> None:
+    turns = Turns()
+    for number in range(16385):
+        turns.began([b"%d" % number], 0, 1, session and b"%d" % number)
+    assert turns.num_known == 16384
+    turns.began([b"0", b"more"], 1, 2, session and b"0")
+    assert turns.later == 0
+    turns.began([b"2", b"more"], 1, 2, session and b"2")
+    assert turns.later > 0

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from segreuse_extras.healing.turns import MOST_WAITING
 from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
 
@@ -155,17 +154,64 @@ def test_whose_blocks_are_gone_at_once_is_given_up() -> None:
     assert outcomes(world) == {"forgotten": 1}
 
 
-def test_without_room_a_turn_is_given_up() -> None:
+@pytest.mark.parametrize("more", [0, 1])
+def test_without_room_for_a_part_and_one_block_more_a_turn_is_given_up(more: int) -> None:
     world = world_of()
     turn(world, TURN)
-    world.pool.get_new_blocks(world.pool.get_num_free_blocks() - PART // SIZE)
+    world.pool.get_new_blocks(world.pool.get_num_free_blocks() - PART // SIZE - more)
+    assert (next_part(world) is not None) is bool(more)
+    assert outcomes(world) == ({} if more else {"forgotten": 1})
+
+
+def test_of_the_room_that_vllm_leaves_free_no_part_takes_any() -> None:
+    world = world_of()
+    turn(world, TURN)
+    parts_of(world.side).core.manager.watermark_blocks = 3
+    world.pool.get_new_blocks(world.pool.get_num_free_blocks() - PART // SIZE - 3)
     assert next_part(world) is None
-    assert outcomes(world) == {"forgotten": 1}
+
+
+@pytest.mark.parametrize(("most", "length"), [(1, 1), (2 * SIZE - 1, 1), (2 * SIZE, 2)])
+def test_a_part_is_as_many_whole_blocks_as_may_be_and_one_at_least(most: int, length: int) -> None:
+    world = world_of(heal_tokens=most)
+    turn(world, TURN)
+    part = next_part(world)
+    assert part is not None
+    assert part.num_prompt_tokens == length * SIZE
+
+
+def test_parts_are_requests_of_one_token_that_all_others_go_before() -> None:
+    world = world_of()
+    world.run(world.add(DOCUMENT, SHIFT, cache_salt="own"))
+    of = turn(world, TURN, cache_salt="own")
+    for number in (1, 2):
+        part = next_part(world)
+        assert part is not None
+        assert part.request_id == f"segreuse-heal-{number}"
+        assert (part.max_tokens, part.priority) == (1, 2**31 - 1)
+        assert (part.cache_salt, part.lora_request) == ("own", of.lora_request)
+        assert part.block_hashes == of.block_hashes[: len(part.block_hashes)] != []
+        params = part.sampling_params
+        assert params is not None
+        assert (params.temperature, params.ignore_eos, params.detokenize) == (0, True, False)
+        compute(world, part)
+
+
+@pytest.mark.parametrize("tokens", [len(TURN) - 1, len(TURN), len(TURN) + SIZE - 1])
+def test_a_turn_is_computed_up_to_its_last_whole_block(tokens: int) -> None:
+    world = world_of(heal_tokens=1000)
+    turn(world, [*TURN, *range(60, 80)][:tokens])
+    part = next_part(world)
+    assert part is not None
+    assert part.num_prompt_tokens == tokens // SIZE * SIZE
+    compute(world, part)
+    assert next_part(world) is None
+    assert world.stats.data["healed_tokens_total"] == part.num_prompt_tokens
 
 
 def test_the_oldest_are_given_up_where_many_wait() -> None:
     world = world_of()
-    for first in range(MOST_WAITING + 2):
+    for first in range(66):
         turn(world, [1000 + first, *TURN[1:]])
     part = next_part(world)
     assert part is not None

@@ -77,17 +77,18 @@ def assemble(
         )
         if candidates.shape[0] == 0:
             break
-        best, is_whole = 0, False
+        best = 0
         if candidates.shape[0] > 1:
             candidates, is_whole = _keep_longest_context(
                 nodes, block_tokens, tokens, candidates, work
             )
-        if candidates.shape[0] > 1:
-            if table.size == 0:
-                table = _tabulate(tokens, hashes, salt, groups, start - block_size + 1)
-            best = _best_candidate(
-                nodes, block_tokens, tokens, hashes, salt, table, candidates, is_whole, work
-            )
+            if candidates.shape[0] > 1:
+                if table.size == 0:
+                    probed = start - block_size + 1
+                    table = _tabulate(tokens, hashes, salt, groups, probed, block_size)
+                best = _best_candidate(
+                    nodes, block_tokens, tokens, hashes, salt, table, candidates, is_whole, work
+                )
         donor, window = candidates[best, ENTRY], candidates[best, WINDOW]
         if window > position:
             count = _grow_left(
@@ -257,17 +258,13 @@ def _keep_longest_context(
     """The candidates whose equal left context begins first in the prompt; and whether all is equal
     that is in front of them, as far as it is compared."""
     floor = max(0, candidates[0, WINDOW] - MAX_CONTEXT_TOKENS)
-    earliest, kept = tokens.size, 0
+    begins = np.empty(candidates.shape[0], np.int32)
     for i in range(candidates.shape[0]):
         entry, window = candidates[i, ENTRY], candidates[i, WINDOW]
-        begin = _context_start(nodes, block_tokens, tokens, entry, window, floor)
-        work[0] -= 1 + (window - begin) // block_tokens.shape[1]
-        if begin < earliest:
-            earliest, kept = begin, 0
-        if begin == earliest:
-            candidates[kept, ENTRY], candidates[kept, WINDOW] = entry, window
-            kept += 1
-    return candidates[:kept], earliest == floor
+        begins[i] = _context_start(nodes, block_tokens, tokens, entry, window, floor)
+        work[0] -= 1 + (window - begins[i]) // block_tokens.shape[1]
+    earliest = begins.min()
+    return candidates[begins == earliest], earliest == floor
 
 
 @kernel
@@ -310,15 +307,23 @@ def _best_candidate(
     """
     shared = _count_shared(nodes, block_tokens, tokens, hashes, salt, table, candidates, work)
     work[0] -= candidates.shape[0]
-    best, best_rank = 0, (-1, 0, 0, 0, 0)
-    for i in range(candidates.shape[0]):
-        node, window = nodes[candidates[i, ENTRY]], candidates[i, WINDOW]
-        shift = int(node.position - window)
-        in_place = int(is_whole and shift == 0)
-        rank = in_place, int(shared[i]), -int(node.depth), shift, -int(node.block)
-        if rank > best_rank:
-            best, best_rank = i, rank
+    best = 0
+    for i in range(1, candidates.shape[0]):
+        rank = _rank(nodes, candidates[i], shared[i], is_whole)
+        if rank > _rank(nodes, candidates[best], shared[best], is_whole):
+            best = i
     return best
+
+
+@kernel
+def _rank(
+    nodes: Nodes, candidate: IntArray, shared: int, is_whole: bool
+) -> tuple[int, int, int, int, int]:
+    """What candidates with equal left context are compared by; the larger one is better."""
+    node = nodes[candidate[ENTRY]]
+    shift = int(node.position - candidate[WINDOW])
+    in_place = int(is_whole and shift == 0)
+    return in_place, int(shared), -int(node.depth), shift, -int(node.block)
 
 
 @kernel
@@ -355,7 +360,12 @@ def _count_shared(
 
 @kernel
 def _tabulate(
-    tokens: TokenArray, hashes: HashArray, salt: np.uint64, groups: IntArray, probed: int
+    tokens: TokenArray,
+    hashes: HashArray,
+    salt: np.uint64,
+    groups: IntArray,
+    probed: int,
+    block_size: int,
 ) -> IntArray:
     """One window of each content of the prompt that may be indexed, as an open hash table by key.
 
@@ -365,7 +375,6 @@ def _tabulate(
     while size < 2 * hashes.size:
         size *= 2
     table = np.full(size, -1, np.int32)
-    block_size = tokens.size - hashes.size + 1
     for window in range(hashes.size):
         if not probed <= window < groups.size or groups[window] >= 0:
             key = np.uint32(hashes[window] ^ salt)
@@ -463,22 +472,18 @@ def _best_child(
 ) -> tuple[int, int]:
     """(child, length) of the eligible child that equals the prompt longest; length 0: none."""
     limit = min(block_tokens.shape[1], stop - position)
-    best, best_length, best_depth, best_block, candidates = -1, 0, 0, 0, 0
+    best, best_rank, candidates = -1, (0, 0, 0), 0
     child = nodes[entry].first_child
     for _ in range(MAX_VISITED):
         if child < 0 or candidates == MAX_CANDIDATES:
             break
         if _is_eligible(nodes, child, step, max_depth):
-            length = 0
-            depth, block = nodes[child].depth, nodes[child].block
+            length, block = 0, nodes[child].block
             while length < limit and block_tokens[block, length] == tokens[position + length]:
                 length += 1
-            if length > best_length or (
-                length == best_length
-                and best >= 0
-                and (depth < best_depth or (depth == best_depth and block < best_block))
-            ):
-                best, best_length, best_depth, best_block = child, length, depth, block
+            rank = length, -int(nodes[child].depth), -int(block)
+            if rank > best_rank:
+                best, best_rank = child, rank
             candidates += 1
         child = nodes[child].next_sibling
-    return best, best_length
+    return best, best_rank[0]

@@ -220,6 +220,10 @@ class Known:
                     holds[parent] += 1
                     waiting.append(parent)
         assert len(in_use) == self.num_cells, f"{self.num_cells - len(in_use)} cells are lost"
+        free = self._same(int(self._spares[_CELL]))
+        assert self._spares[_UNUSED_CELL] == len(in_use) + len(free), "a free cell is lost"
+        free = self._run(int(self._spares[_MARK]) + 1)
+        assert self._spares[_UNUSED_MARK] == len(ends) + len(free), "a free mark is lost"
         used = sorted(in_use)
         assert (cells["holds"][used] == holds[used]).all(), "holds of cells"
         for block in np.flatnonzero(self._first_cell).tolist():

@@ -245,13 +245,13 @@ def drop_views(
     orphans = np.empty((known.shape[0], 2), np.int64)
     for row in range(known.shape[0]):
         block = known[row, KNOWN_BLOCK]
-        if block < 0 or nodes[block].namespace == namespace:
+        if block < 0:
             continue
         before, entry = block, nodes[block].next_view
         while entry >= 0 and nodes[entry].namespace != namespace:
             before, entry = entry, nodes[entry].next_view
         if entry < 0:
-            continue  # it is there twice
+            continue  # it is there twice, or the namespace's own
         child = nodes[entry].first_child
         while child >= 0:
             if nodes[child].block == child:

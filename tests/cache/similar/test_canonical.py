@@ -107,6 +107,53 @@ def test_anchors_are_compared_as_text_is() -> None:
     assert [anchor.tolist() for anchor in found.anchors] == [canonical("price", ":")]
 
 
+def letter(text: str) -> str:
+    """What a token is, in small letters if nothing may be joined in front of it."""
+    stripped = text.strip()
+    if not stripped:
+        return "." if text else "w"
+    for name, pattern in (("v", r"\d+"), ("l", r"[0-9a-fA-F]{1,8}|[TZx]"), ("p", r"[\W_]+")):
+        if re.fullmatch(pattern, stripped):
+            if name == "p":
+                return "J" if re.fullmatch(r"[-.,:/+_]{1,2}", text) else "p"
+            return name if text[0].isspace() else name.upper()
+    return "w"
+
+
+def read(drawn: list[int]) -> list[tuple[str | int, int]]:
+    """Each value (#), run of punctuation (p) and other token (its class), and where it begins."""
+    letters = "".join(letter(TEXTS[token]) for token in drawn)
+    found: list[tuple[str | int, int]] = []
+    i = 0
+    while i < len(drawn):
+        chain = re.match(r"[VvLl][VLJ]*(?<!J)", letters[i:])
+        if chain and re.search("[Vv]", chain.group()):
+            found.append(("#", i))
+            i += chain.end()
+            continue
+        if letters[i] in "pJ":
+            if not found or found[-1][0] != "p":
+                found.append(("p", i))
+        elif letters[i] != ".":
+            found.append((int(VOCABULARY.classes[drawn[i]]), i))
+        i += 1
+    return found
+
+
+def test_it_is_read_as_regular_expressions_over_kinds_of_tokens_say() -> None:
+    rng = np.random.default_rng(11)
+    of_signs = {"#": canonical("7")[0], "p": canonical('"')[0]}
+    values = 0
+    for _ in range(600):
+        drawn = rng.integers(0, len(TEXTS), rng.integers(0, 25)).tolist()
+        expected = read(drawn)
+        ids, first = VOCABULARY.canonical(np.array(drawn, np.int32))
+        assert first.tolist() == [i for _, i in expected]
+        assert ids.tolist() == [of_signs.get(it, it) for it, _ in expected]  # type: ignore[call-overload]
+        values += sum(it == "#" for it, _ in expected)
+    assert values > 500
+
+
 @given(st.lists(st.sampled_from(range(len(TEXTS))), max_size=30))
 def test_it_is_what_a_reader_of_the_text_would_make_of_it(drawn: list[int]) -> None:
     """Against regular expressions over the text itself, where token bounds cannot matter."""

@@ -127,6 +127,37 @@ def test_each_token_is_as_deep_as_a_loop_over_the_table_says(data: st.DataObject
         assert deep.get(i, 0) == max(allowed, default=0)
 
 
+def test_contexts_are_those_of_a_loop_over_the_tokens() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        position = int(rng.choice([0, SIZE, 40]))
+        held = SegmentIndex(10, SIZE)
+        text = rng.integers(0, 2, 3 * SIZE).astype(np.int32)
+        held.insert(NAMESPACE, np.array([5, 0, 6], np.int32), text, position)
+        first = 0
+        if rng.random() < 0.2:  # what is in front of the third block is gone
+            held.remove([0])
+            first = 2 * SIZE
+        at, prompt = int(rng.integers(first, 3 * SIZE)), rng.integers(0, 2, 3 * SIZE)
+        shift = int(rng.integers(-at, 3 * SIZE - at))
+        prompt[max(0, shift) : at + shift] = text[max(0, -shift) : at]
+        if rng.random() < 0.5:
+            prompt[int(rng.integers(0, 3 * SIZE))] ^= 1
+        equal = 0
+        while equal < min(at - first, at + shift) and (
+            text[at - equal - 1] == prompt[at + shift - equal - 1]
+        ):
+            equal += 1
+        block = (5, 0, 6)[at // SIZE]
+        row = [at + shift, 1, block, at % SIZE, position + at]
+        most, everything = int(rng.integers(0, 7)), bool(rng.random() < 0.5)
+        alike = position == shift
+        expected = equal if everything and alike else min(equal, most)
+        if alike and expected == at + shift:
+            expected = EVERYTHING
+        assert contexts(held, prompt.tolist(), [row], most, everything) == [expected]
+
+
 def test_a_finder_leaves_out_what_its_table_does_not_allow() -> None:
     world = World(w_exact={"8": 2, "16": 5})
     wording = [world.words(12) for _ in range(20)]

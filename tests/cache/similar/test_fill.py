@@ -107,3 +107,75 @@ def test_fresh_and_deep_blocks_are_left_out() -> None:
     assert filled(held, [*TEXT[:3], 7, *TEXT[4:6]], slots_of(0, 6), max_depth=1, min_run=3)[3] == 0
     held.nodes["born"][7] = held.step
     assert filled(held, TEXT, slots_of(0, 16))[1:] == (8, 2, 0)
+
+
+def reference(
+    held: SegmentIndex,
+    tokens: list[int],
+    slots: list[int],
+    free: list[bool],
+    start: int,
+    min_run: int,
+    max_depth: int,
+) -> tuple[list[list[int]], int, int, int]:
+    """Position by position."""
+    blocks = [slot // SIZE if slot >= 0 else -1 for slot in slots]
+    nodes = held.nodes
+
+    def holds(i: int) -> bool:
+        node = nodes[blocks[i]]
+        return (
+            free[i]
+            and blocks[i] >= 0
+            and node["born"] not in (0, held.step)
+            and node["depth"] <= max_depth
+            and held.tokens[blocks[i], slots[i] % SIZE] == tokens[start + i]
+        )
+
+    def goes_on(i: int) -> bool:
+        if slots[i] % SIZE:
+            return slots[i] == slots[i - 1] + 1
+        return slots[i - 1] % SIZE == SIZE - 1 and nodes[blocks[i]]["parent"] == blocks[i - 1]
+
+    runs: list[list[int]] = []
+    for i in filter(holds, range(len(slots))):
+        if i and runs and runs[-1][-1] == i - 1 and goes_on(i):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    runs = [run for run in runs if len(run) >= min_run]
+    table: list[list[int]] = []
+    for i in (i for run in runs for i in run):
+        if table and blocks[i] == table[-1][2] and slots[i] == slots[i - 1] + 1 and holds(i - 1):
+            table[-1][1] += 1
+        else:
+            offset = slots[i] % SIZE
+            position = int(nodes[blocks[i]]["position"]) + offset
+            table.append([start + i, 1, blocks[i], offset, position])
+    depth = max((int(nodes[row[2]]["depth"]) for row in table), default=0)
+    return table, sum(map(len, runs)), len(runs), depth
+
+
+def test_pieces_are_those_of_a_loop_over_the_positions() -> None:
+    rng = np.random.default_rng(3)
+    seen = set()
+    for _ in range(500):
+        held = index(int(rng.integers(0, 3)) * SIZE)
+        held.nodes["depth"][5:9] = rng.integers(0, 3, 4)
+        if rng.random() < 0.3:
+            held.remove([int(rng.integers(5, 9))])
+        if rng.random() < 0.3:
+            held.nodes["born"][rng.integers(5, 9)] = held.step
+        start, slots, tokens = int(rng.integers(0, 4)), [], []
+        while len(slots) < rng.integers(1, 20):
+            first = int(rng.integers(0, 16))
+            for i in range(first, min(first + int(rng.integers(1, 12)), 16)):
+                slots.append(20 + i if rng.random() < 0.95 else -1)
+                tokens.append(TEXT[i] if rng.random() < 0.95 else 7)
+        free = (rng.random(len(slots)) < 0.95).tolist()
+        given = held, [0] * start + tokens, slots, free, start
+        limits = int(rng.integers(1, 5)), int(rng.integers(0, 3))
+        found = filled(*given, *limits)
+        assert found == reference(*given, *limits)
+        seen.add(found[2:])
+    assert len(seen) > 9
