@@ -13,6 +13,7 @@ import numpy as np
 from segreuse_tools.estimate.block_cache import BlockCache, FoundTokens, Sent
 from segreuse_tools.estimate.component_cache import ComponentCache
 from segreuse_tools.estimate.cost_model import CostModel, Spread
+from segreuse_tools.estimate.edited_turns import EditedTurns, Sessions
 from segreuse_tools.estimate.prompts import PromptTokens, Router
 from segreuse_tools.estimate.request_log import Reason
 from segreuse_tools.estimate.traces.request import PromptPart
@@ -119,6 +120,7 @@ class Gain:
         median_tokens: of the prompts, to within a hundredth.
         left_out: lines that were not replayed, by the reason.
         out_of_order: lines whose times run backwards, which were.
+        turns: how prompts go on with the one before of their session.
         block_size, engines, router, tier_tokens: see `GainSetting`.
         sizes: by size of the cache.
     """
@@ -129,6 +131,7 @@ class Gain:
     median_tokens: int
     left_out: tuple[Reason, ...]
     out_of_order: tuple[Reason, ...]
+    turns: EditedTurns
     block_size: int
     engines: int
     router: str
@@ -275,6 +278,7 @@ class Simulation:
         self.prompt_tokens = 0
         self.has_components = False
         self.lengths = Spread()
+        self.sessions = Sessions(setting.block_size)
 
     def run(self, prompt: PromptTokens) -> None:
         """One more prompt, in all of them."""
@@ -284,6 +288,7 @@ class Simulation:
         self.lengths.add(count)
         self.has_components |= prompt.parts is not None
         sent = Sent.of(prompt.tokens, setting.block_size, prompt.answer_tokens, prompt.namespace)
+        self.sessions.run(prompt.session, sent)
         engine = self._router.choose(prompt)
         for size in (*self._sizes, *filter(None, self._tiered)):
             size.run(engine, prompt, sent)

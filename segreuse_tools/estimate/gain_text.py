@@ -58,7 +58,26 @@ def _facts(gain: Gain) -> Iterator[str]:
     yield from _reasons("sorted", gain.out_of_order)
     engines = "1 engine" if gain.engines == 1 else f"{gain.engines} engines, by {gain.router}"
     tier = f", and a tier of {size_name(gain.tier_tokens)} tokens" if gain.tier_tokens else ""
+    yield from _turns(gain)
     yield f"caches    blocks of {gain.block_size} tokens, {engines}{tier}"
+
+
+def _turns(gain: Gain) -> Iterator[str]:
+    turns = gain.turns
+    if not turns.later:
+        return
+    others = turns.later - turns.appended - turns.edited
+    yield (
+        f"turns     {turns.later:,} prompts have one before in their session: {turns.appended:,} "
+        f"add to it, {turns.edited:,} edit it, {others:,} do neither"
+    )
+    if turns.edited:
+        behind, kept = turns.behind_tokens, turns.kept_tokens
+        yield (
+            f"          behind edits stand {behind:,} tokens, {behind / gain.prompt_tokens:.1%} of "
+            "all prompt tokens;"
+        )
+        yield f"          {kept / behind:.1%} of them stood in the prompt before, and are no prefix"
 
 
 def _reasons(what: str, reasons: tuple[Reason, ...]) -> Iterator[str]:

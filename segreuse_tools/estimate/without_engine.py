@@ -160,6 +160,7 @@ def _simulated(given: argparse.Namespace, setting: GainSetting, log: _Log) -> Ga
             median_tokens=round(counted.lengths.quantile(0.5)),
             left_out=log.left_out.reasons,
             out_of_order=log.out_of_order.reasons,
+            turns=counted.sessions.turns,
             block_size=setting.block_size,
             engines=setting.engines,
             router=setting.router,

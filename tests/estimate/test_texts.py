@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from segreuse_tools.estimate.comparison import Cache, Estimate, Row
+from segreuse_tools.estimate.edited_turns import EditedTurns
 from segreuse_tools.estimate.estimate_text import as_text
 from segreuse_tools.estimate.gain import PREFIX, Gain, PolicyRow, SizeRow
 from segreuse_tools.estimate.gain_text import print_gain, size_name
@@ -57,6 +58,7 @@ GAIN = Gain(
     median_tokens=5499,
     left_out=REASONS[:2],
     out_of_order=REASONS[2:3],
+    turns=EditedTurns(1200, 900, 200, 6_789_012, 5_000_000),
     block_size=16,
     engines=2,
     router="documents",
@@ -68,6 +70,9 @@ log       hash ids: 12,345 requests, 67,890,123 prompt tokens (median about 5,49
 left out  2,800 requests (lines 1, ...): reason 1
 left out  2,600 requests (lines 2, ...): reason 2
 sorted    2,400 requests (lines 3, ...): reason 3
+turns     1,200 prompts have one before in their session: 900 add to it, 200 edit it, 100 do neither
+          behind edits stand 6,789,012 tokens, 10.0% of all prompt tokens;
+          73.6% of them stood in the prompt before, and are no prefix
 caches    blocks of 16 tokens, 2 engines, by documents, and a tier of 2M tokens
 
 known prompt tokens, by the tokens of KV that a cache holds
@@ -108,6 +113,7 @@ PLAIN_GAIN = replace(
     format="WEKA conversations",
     left_out=REASONS,
     out_of_order=(),
+    turns=EditedTurns(),
     engines=1,
     tier_tokens=0,
     sizes=(PLAIN_ROW,),
