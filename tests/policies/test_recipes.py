@@ -74,12 +74,13 @@ def test_every_recipe_can_be_carried_out(given):
     assert (given.reused == before).all()
 
 
-def test_overflow_lies_on_both_sides_and_stops_at_the_ends():
+@pytest.mark.parametrize("by", [0, 1, 4, 10])
+def test_overflow_lies_on_both_sides_and_stops_at_the_ends(by):
     reused = [True] * 200
     reused[50:53] = [False] * 3
     reused[195] = False
-    recipe = sparsex(situation(reused, overflow_tokens=10, recompute_ratio=0.0))
-    expected = [*range(40, 63), *range(185, 200)]
+    recipe = sparsex(situation(reused, overflow_tokens=by, recompute_ratio=0.0))
+    expected = [*range(50 - by, 53 + by), *range(195 - by, min(196 + by, 200))]
     assert np.flatnonzero(recipe.always).tolist() == expected
     assert np.flatnonzero(recipe.probes).tolist() == [50, 51, 52, 195]
 

@@ -40,8 +40,6 @@ def recipe(situation: Situation) -> Recipe:
 
 def _widen(mask: BoolArray, by: int) -> BoolArray:
     """Every position within `by` of a set position."""
-    if by == 0:
-        return mask.copy()
     edges = np.zeros(len(mask) + 1, dtype=np.int32)
     where = np.flatnonzero(mask)
     np.add.at(edges, np.maximum(where - by, 0), 1)
