@@ -105,7 +105,7 @@ class Explaining(Feature):
         if reason not in SEARCHED or found.stretches is None:
             start = tracked.decision.start
             found.stretches = unexplored(start, tracked.num_tokens, reason or "no_match")
-        if left is not None:
+        if left.num_tokens:
             found.stretches = with_left_behind(found.stretches, left.start)
 
     def carried_out(self, request_id: str, plan: ReusePlan, outcome: PlanOutcome) -> None:
@@ -139,7 +139,7 @@ class Explaining(Feature):
             pieces = plan.copied
         elif decision.reason in SEARCHED and decision.found is not None:
             pieces = decision.found.pieces
-            if tracked.left_behind is not None:  # the request reuses that, and nothing of these
+            if tracked.left_behind.num_tokens:  # the request reuses that, and nothing of these
                 pieces = pieces.where(np.zeros(len(pieces), np.bool_))
         else:
             return None

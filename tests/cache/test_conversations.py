@@ -13,7 +13,7 @@ from vllm_segreuse.compat.block_events import NamedBlocks
 from vllm_segreuse.features.conversations.conversations import Conversations
 from vllm_segreuse.options.server import OBSERVE, Switch
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.scheduling.tracked import LeftBehind
+from vllm_segreuse.scheduling.tracked import NOTHING_LEFT, LeftBehind
 
 ONCE = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_once": 1}
 RATIO = {"segreuse_recompute_ratio": 0.25}
@@ -299,7 +299,7 @@ def test_what_is_restored_is_left_to_the_prefix_cache() -> None:
     kept.named(NamedBlocks("one", 1, [11, 12, 13, 14], 10, HISTORY))
     kept.begin_step()
     assert len(kept) == 2
-    assert kept.found(prompt, 0, 40) is None
+    assert kept.found(prompt, 0, 40) == NOTHING_LEFT
     assert kept.found(prompt, 3 * SIZE, 40) == (3 * SIZE, 5 * SIZE, [13, 14], 2)
     assert kept.found(prompt, 4 * SIZE, 40) == (4 * SIZE, 5 * SIZE, [14], 2)
     assert kept.found(prompt, 3 * SIZE, 4 * SIZE + 3) == (3 * SIZE, 4 * SIZE, [13], 2)

@@ -115,7 +115,10 @@ def blocks_freed_in_the_step_that_named_them_keep_their_names(patch: Patch) -> N
 
 
 def what_is_taken_of_an_earlier_turn_counts_as_exact(patch: Patch) -> None:
-    patch.setattr(TrackedRequest, "prefix_stop", TO_THE_END)
+    def by_the_plan(self: TrackedRequest) -> int:
+        return TO_THE_END if self.plan is None else self.plan.exact_until
+
+    patch.setattr(TrackedRequest, "exact_until", property(by_the_plan))
 
 
 def turns_of_other_namespaces_are_taken(patch: Patch) -> None:

@@ -38,7 +38,7 @@ from vllm_segreuse.plan import (
     Tier,
     TierDone,
 )
-from vllm_segreuse.scheduling.tracked import LeftBehind
+from vllm_segreuse.scheduling.tracked import NOTHING_LEFT, LeftBehind
 
 STOP = 1
 """The token that ends a request."""
@@ -94,11 +94,11 @@ class Running:
     exact_until: int | None = None  # start of its plan
     is_new: bool = True  # in this step, after its admission
     num_prompt_tokens: int = 0  # that it was announced with
-    left: LeftBehind | None = None  # what it takes of an earlier turn
+    left: LeftBehind = NOTHING_LEFT  # what it takes of an earlier turn
 
     def exact_within(self, stop: int) -> int:
         """Up to here what is in front of `stop` is exact."""
-        return stop if self.left is None else min(stop, self.left.start)
+        return min(stop, self.left.start)
 
 
 class Ending(NamedTuple):
@@ -200,7 +200,7 @@ class Worker:
         self.fail_next_pass = False
         self._isolates = isolates
         self.copied_tokens = self.exact_tokens = self.kept_tokens = 0
-        self.left_behind: Callable[[str], LeftBehind | None] = lambda name: None
+        self.left_behind: Callable[[str], LeftBehind] = lambda name: NOTHING_LEFT
         """What the request with a name takes of an earlier turn."""
         self._identities = identities
         self._live = live
@@ -296,7 +296,7 @@ class Worker:
         turn, since a block of the hit may have been written by another request of the same step.
         """
         found = request.blocks[: computed // self.block_size if request.is_new else 0]
-        if found and request.left is not None:
+        if found and request.left.num_tokens:
             self._check_left(request, request.left)
         for block in found:
             self.known_to[block].add(request.identity)
@@ -532,8 +532,7 @@ class Worker:
         self.token[slots] = np.where(computed, plan.token_ids, token)
         self.position[slots] = np.where(computed, np.arange(plan.start, plan.stop), position)
         self.history[slots] = APPROXIMATE
-        left = -1 if request.left is None else request.left.donor_depth
-        self.depth[slots] = max(plan.donor_depth, left) + 1
+        self.depth[slots] = max(plan.donor_depth, request.left.donor_depth) + 1
         self.copied[slots] = ~computed
         request.exact_until = request.exact_within(plan.start)
 

@@ -44,7 +44,7 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.connector import SegReuseConnector
 from vllm_segreuse.options.server import Switch
 from vllm_segreuse.plan import FreezeOrder
-from vllm_segreuse.scheduling.tracked import LeftBehind
+from vllm_segreuse.scheduling.tracked import NOTHING_LEFT, LeftBehind
 
 SIZE = 4
 """Tokens per block."""
@@ -389,9 +389,9 @@ class World:
         self.check()
         invariants.check_idle(self)
 
-    def _left_behind(self, name: str) -> LeftBehind | None:
+    def _left_behind(self, name: str) -> LeftBehind:
         tracked = parts_of(self.side).planner.get(name)
-        return None if tracked is None else tracked.left_behind
+        return NOTHING_LEFT if tracked is None else tracked.left_behind
 
     def _has_audits(self) -> bool:
         """Whether audits wait that there is room for, or workers have not heard of all."""

@@ -138,11 +138,9 @@ class Donors(BlockListener):
         if not depth:
             depths = np.zeros(count, np.int32)
         else:
-            exact = tracked.prefix_stop
-            exact = exact if tracked.plan is None else min(exact, tracked.plan.exact_until)
             whole = self._computed_whole(tracked.plan, first_block, count)
             depths = np.where(whole & (depth <= self._max_depth), depth, -1)
-            depths = np.where(numbers < exact // size, 0, depths)
+            depths = np.where(numbers < tracked.exact_until // size, 0, depths)
         if tracked.donates_from:
             depths = np.where(numbers < tracked.donates_from // size, -1, depths)
         return depths.astype(np.int32)

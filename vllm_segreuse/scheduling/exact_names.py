@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from vllm_segreuse.cache.exact import restorable
 from vllm_segreuse.plan import TO_THE_END
 from vllm_segreuse.scheduling.planner import Planner
-from vllm_segreuse.scheduling.tracked import LeftBehind, TrackedRequest, Use
+from vllm_segreuse.scheduling.tracked import NOTHING_LEFT, LeftBehind, TrackedRequest, Use
 
 logger = logging.getLogger("vllm.segreuse")
 
@@ -53,24 +53,23 @@ class ExactNames:
         tracked = self._requests.get(request_id)
         if tracked is None:
             return ()
-        tracked.left_behind = None
+        tracked.left_behind = NOTHING_LEFT
         try:
             tracked.left_behind = self._left_behind(tracked, start, stop)
         except Exception:
             logger.exception("segment reuse: request %s takes nothing of earlier turns", request_id)
             self._planner.give_up(request_id)
-        return () if tracked.left_behind is None else tracked.left_behind.block_ids
+        return tracked.left_behind.block_ids
 
-    def _left_behind(self, tracked: TrackedRequest, start: int, stop: int) -> LeftBehind | None:
+    def _left_behind(self, tracked: TrackedRequest, start: int, stop: int) -> LeftBehind:
         find, size = tracked.method.left_behind, self._block_size
         if find is None or not self._planner.reuses or tracked.mode is not Use.REUSE:
-            return None
+            return NOTHING_LEFT
         next_block = min(stop, start + size)
         if tracked.restores and restorable(tracked.prompt, start, next_block, size).num_tokens:
-            return None  # what is exact goes before
+            return NOTHING_LEFT  # what is exact goes before
         found = find(tracked.prompt, start, stop)
-        is_enough = found is not None and found.num_tokens >= tracked.method.min_reused_tokens
-        return found if is_enough else None
+        return found if found.num_tokens >= tracked.method.min_reused_tokens else NOTHING_LEFT
 
     def allocation_failed(self, request_id: str, blocks: int) -> None:
         """A request that pins donors would wait for these for ever: it gives up as many next."""

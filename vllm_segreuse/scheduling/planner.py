@@ -334,7 +334,7 @@ class Planner:
         else:
             self._tier.left(tracked.request_id)
         start, prompt = tracked.decision.start, tracked.num_tokens
-        left = 0 if tracked.left_behind is None else tracked.left_behind.num_tokens
+        left = tracked.left_behind.num_tokens
         prefix = start - left
         if plan is None:
             reason = None if left else tracked.decision.reason or "no_match"

@@ -112,14 +112,13 @@ class SchedulerSide:
     def _decide(self, request: Request, tracked: TrackedRequest, num_hit_tokens: int) -> int | None:
         if request.num_tokens != tracked.num_tokens:  # it was preempted
             tracked.prompt = tracked.prompt.with_tokens(all_tokens(request))
-        left = tracked.left_behind
         prefix = functools.partial(
             self._core.pool.prefix_state,
             request,
             num_hit_tokens,
             self._core.slots.needed(request.num_tokens),
             self._core.manager.watermark_blocks,
-            () if left is None else left.block_ids,
+            tracked.left_behind.block_ids,
         )
         return self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
 

@@ -101,8 +101,10 @@ class LeftBehind(NamedTuple):
         return self.stop - self.start
 
 
-FindLeftBehind = Callable[[Prompt, int, int], LeftBehind | None]
-"""Takes a prompt, where its prefix hit ends, and where the search does. None: there is nothing."""
+NOTHING_LEFT = LeftBehind(TO_THE_END, TO_THE_END, [], -1)
+
+FindLeftBehind = Callable[[Prompt, int, int], LeftBehind]
+"""Takes a prompt, where its prefix hit ends, and where the search does."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ class TrackedRequest:
     donates_from: int = 0
     exact_stop: int = TO_THE_END
     tags: Tags = _NO_TAGS
-    left_behind: LeftBehind | None = None
+    left_behind: LeftBehind = NOTHING_LEFT
     plan: ReusePlan | None = None
     observed: ReusePlan | None = None
     report: Report | None = None
@@ -271,21 +273,17 @@ class TrackedRequest:
     def exact_ends(self) -> tuple[int, int]:
         """Up to here full blocks are exact: by what the workers have reported so far, and if what
         is restored is in place."""
-        stop, plan = min(self.exact_stop, self.prefix_stop), self.plan
-        if plan is None:
-            return stop, stop
-        return min(plan.known_exact_until, stop), min(plan.exact_until, stop)
+        stop = min(self.exact_stop, self.exact_until)
+        return stop if self.plan is None else min(stop, self.plan.known_exact_until), stop
 
     @property
-    def prefix_stop(self) -> int:
-        """Behind this position nothing is an exact prefix, whatever a plan adds; TO_THE_END: that
-        is up to the plan."""
-        return TO_THE_END if self.left_behind is None else self.left_behind.start
+    def exact_until(self) -> int:
+        """Up to here it reads nothing but its own exact prefix, if what is restored is in place."""
+        left = self.left_behind.start
+        return left if self.plan is None else min(left, self.plan.exact_until)
 
     @property
     def donor_depth(self) -> int:
         """Largest provenance depth of what it reads; -1: all of it is its own."""
-        plan, left = self.plan, self.left_behind
-        return max(
-            -1 if plan is None else plan.donor_depth, -1 if left is None else left.donor_depth
-        )
+        left = self.left_behind.donor_depth
+        return left if self.plan is None else max(left, self.plan.donor_depth)

@@ -22,7 +22,7 @@ from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.scheduling.tracked import LeftBehind, TrackedRequest
+from vllm_segreuse.scheduling.tracked import NOTHING_LEFT, LeftBehind, TrackedRequest
 
 _Name = tuple[bytes, bytes]
 """Key of a namespace, and vLLM's chained hash of a block."""
@@ -123,7 +123,7 @@ class Conversations(BlockListener):
         # vLLM's hashes are the same in all namespaces.
         return zip(repeat(self._namespaces.key(prompt.namespace)), prompt.names(first, last))
 
-    def found(self, prompt: Prompt, start: int, stop: int) -> LeftBehind | None:
+    def found(self, prompt: Prompt, start: int, stop: int) -> LeftBehind:
         """What an earlier turn has left behind the prefix hit, up to the first hole.
 
         Args:
@@ -139,6 +139,6 @@ class Conversations(BlockListener):
                 break
             blocks.append(block)
         if not blocks:
-            return None
+            return NOTHING_LEFT
         depth = max(self._kept[block][1] for block in blocks)
         return LeftBehind(start, (first + len(blocks)) * size, blocks, depth)
