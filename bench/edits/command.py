@@ -79,24 +79,20 @@ def run(args: argparse.Namespace) -> int:
         draw(seeds.rng(chosen, "edits", number), number, args.steps, writer.measure)
         for number in range(args.conversations)
     ]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.heal_tokens:
         return _heal(args, where, writer, conversations)
     edits = [EDITS[name] for name in args.edits]
     arms = [ARMS[name] for name in args.arms]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     asked: list[Asked] = []
     apart: list[Apart] = []
     done = _unless_interrupted(_asked(args.model, writer, conversations, edits, arms), asked)
     some = conversations[: args.distance]
     done = done and _unless_interrupted(_apart(args.model, writer, some, edits, arms), apart)
     result = result_of(asked, apart, args.best)
-    where["interrupted"] = not done
     shown = [{name: row[name] for name in COLUMNS if name in row} for row in result["rows"]]
-    harness.report("edits", where, {"rows": shown, "summary": result["summary"]})
-    if args.json:
-        result["rows"] += [*map(_plain, asked), *map(asdict, apart)]
-        harness.write_json(args.json, "edits", where, result)
-    return 0 if done else 130
+    result["rows"] += [*map(_plain, asked), *map(asdict, apart)]
+    return _reported(args, where | {"interrupted": not done}, shown, result)
 
 
 def _heal(
@@ -108,14 +104,26 @@ def _heal(
     """With and without healing, behind the first edit and under the best arm."""
     rested: list[resting.Rested] = []
     edit, arm = EDITS[args.edits[0]], ARMS[args.best]
-    setting = (args.model, SERVER, args.heal_tokens, writer)
-    done = _unless_interrupted(resting.measure(*setting, conversations, edit, arm), rested)
+    measured = resting.measure(
+        args.model, SERVER, args.heal_tokens, writer, conversations, edit, arm
+    )
+    done = _unless_interrupted(measured, rested)
     where |= {"edit": edit.name, "heal_tokens": args.heal_tokens, "interrupted": not done}
     result = resting.result_of(rested)
-    harness.report("edits", where, {"rows": result["rows"][:2], "summary": result["summary"]})
+    return _reported(args, where, result["rows"][:2], result)
+
+
+def _reported(
+    args: argparse.Namespace,
+    where: dict[str, Any],
+    shown: list[dict[str, Any]],
+    result: harness.SuiteResult,
+) -> int:
+    """Print some of the rows, and write all of them if that was asked for; the exit status."""
+    harness.report("edits", where, {"rows": shown, "summary": result["summary"]})
     if args.json:
         harness.write_json(args.json, "edits", where, result)
-    return 0 if done else 130
+    return 130 if where["interrupted"] else 0
 
 
 def _plain(one: Asked) -> dict[str, Any]:

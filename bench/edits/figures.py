@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.agents.arms import NONE, PREFIX
 from bench.agents.tokens import Tokens
 from bench.edits.distance import Apart
 from bench.edits.serving import Asked
 from bench.harness import SuiteResult
 from bench.quality.statistics import bootstrap_interval
 
-PREFIX = "prefix"
 _AT, _LATER = "at", "later"
 
 Cell = tuple[str, str]
@@ -115,7 +115,7 @@ def _distances(apart: Sequence[Apart]) -> dict[str, Any]:
 
 def _summary(rows: Sequence[Mapping[str, Any]], best: str) -> dict[str, Any]:
     """By edit, of one arm. Behind an edit the prefix cache's arm computes all in full, too."""
-    full = ("prefix", "none")  # the last that was measured counts
+    full = (PREFIX, NONE)  # the last that was measured counts
     right = {row["edit"]: row["at_right"] for arm in full for row in rows if row["arm"] == arm}
     summary: dict[str, Any] = {"arm": best}
     for row in rows:

@@ -148,7 +148,7 @@ def result_of(rested: Sequence[Rested]) -> SuiteResult:
                 "next_ttft_s": statistics.median(one.next_ttft_s for one in mine),
                 "others": len(others[heals]),
                 "others_p50_s": statistics.median(others[heals]),
-                "others_p99_s": p99(others[heals]),
+                "others_p99_s": float(np.quantile(others[heals], 0.99)),
             }
         )
     low, high = _interval(others[True], others[False])
@@ -160,11 +160,6 @@ def result_of(rested: Sequence[Rested]) -> SuiteResult:
         "others_p99_over_unhealed_high": high,
     }
     return {"rows": [*rows, *map(asdict, rested)], "summary": summary}
-
-
-def p99(values: Sequence[float]) -> float:
-    """The 99th percentile."""
-    return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
 def _interval(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:

@@ -127,12 +127,8 @@ class Auditing(Feature, OwnRequests):
         """A reference."""
         if is_paused:
             return ()
-        reference = self.audits.next_reference(running, waiting, self._has_room)
+        reference = self.audits.next_reference(running, waiting, self._core.has_room)
         return () if reference is None else (reference,)
-
-    def _has_room(self, num_tokens: int) -> bool:
-        needed = -(-num_tokens // self._core.block_size) + self._core.manager.watermark_blocks
-        return self._core.pool.num_free_blocks() >= needed
 
     def to_abort(self) -> Iterable[str]:
         """The reference that runs, if there is one."""

@@ -12,13 +12,12 @@ from segreuse_extras.audit.audits import Audit, Audits
 from segreuse_extras.audit.log import AuditLog, path_of
 from segreuse_extras.audit.options import AuditOptions
 from vllm_segreuse.engine.metrics import Counted
+from vllm_segreuse.engine.priorities import LAST_PRIORITY
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-
-_LAST = 2**31 - 1  # vLLM serves smaller priorities first
 
 Write = Callable[[Audit, Mapping[str, Any]], None]
 
@@ -68,7 +67,7 @@ def _reference(request_id: str, audit: Audit, tokens: int) -> Request:
         ),
         pooling_params=None,
         lora_request=audit.lora_request,
-        priority=_LAST,
+        priority=LAST_PRIORITY,
     )
 
 

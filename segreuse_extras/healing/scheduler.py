@@ -10,14 +10,13 @@ import numpy as np
 
 from segreuse_extras.healing.options import HealingServer
 from segreuse_extras.healing.turns import Turn, Unhealed
+from vllm_segreuse.engine.priorities import LAST_PRIORITY
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Ending, Feature, OwnRequests
 from vllm_segreuse.scheduling.making import Making
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-_LAST = 2**31 - 1  # vLLM serves smaller priorities first
 
 
 class _HealedPart(NamedTuple):
@@ -95,8 +94,7 @@ class Healing(Feature, OwnRequests):
             self.turns.end("healed")
             return None
         last = min(turn.num_blocks, first + max(1, self._most // size))
-        # One block more is for the token that it generates.
-        if self._core.pool.num_free_blocks() <= last + self._core.manager.watermark_blocks:
+        if not self._core.has_room(last * size + 1):  # with the token that it generates
             self.turns.end("forgotten")
             return None
         part = self._request(turn.request, last * size)
@@ -129,7 +127,7 @@ class Healing(Feature, OwnRequests):
             pooling_params=None,
             lora_request=of.lora_request,
             cache_salt=of.cache_salt,
-            priority=_LAST,
+            priority=LAST_PRIORITY,
             block_hasher=of._block_hasher,
         )
 

@@ -11,7 +11,7 @@ work, and names the blocks. Parts are short: who arrives meanwhile waits for one
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from segreuse_extras.healing.metrics import Outcome
@@ -33,13 +33,9 @@ class Turn(NamedTuple):
     request: Request
     num_blocks: int
 
-    @property
-    def names(self) -> Sequence[bytes]:
-        """vLLM's chained hashes of the blocks: equal ones mean equal text, salt and adapter."""
-        return self.request.block_hashes[: self.num_blocks]
-
     def begins(self, request: Request) -> bool:
-        """Whether the prompt of a request goes on with this turn."""
+        """Whether the prompt of a request goes on with this turn: equal chained hashes mean equal
+        text, salt and adapter."""
         last = self.num_blocks - 1
         names = request.block_hashes
         return last < len(names) and names[last] == self.request.block_hashes[last]

@@ -43,11 +43,13 @@ class EditedTurns:
 
 
 class _Before(NamedTuple):
+    """Blocks of a prompt: hashes of all up to their ends, and of their own tokens."""
+
     names: HashArray
     contents: HashArray
 
 
-class Sessions:
+class SessionPrompts:
     """The last prompt of each session.
 
     Args:
@@ -66,7 +68,8 @@ class Sessions:
         key = session, sent.namespace
         before = self._last.pop(key, None)
         names = np.asarray(sent.names, np.uint64)
-        self._last[key] = _Before(names, sent.hashes[:: self._size])
+        # A copy: a view would keep the hash of every window.
+        self._last[key] = _Before(names, sent.hashes[:: self._size].copy())
         if len(self._last) > _MOST_SESSIONS:
             self._last.popitem(last=False)
         if before is not None:
@@ -77,12 +80,11 @@ class Sessions:
         turns.later += 1
         differs = np.flatnonzero(before.names[:count] != names[:count])
         shared = int(differs[0]) if differs.size else count
-        if shared >= max(
-            1, len(before.names) - 1
-        ):  # the last block may end with what asks for an answer
+        # The last block may end with what asks for an answer.
+        if shared >= max(1, len(before.names) - 1):
             turns.appended += 1
             return
-        gone = before.contents[shared : len(before.names)]
+        gone = before.contents[shared:]
         kept = int(np.isin(gone, sent.hashes[shared * self._size :]).sum()) * self._size
         if kept >= FEWEST_TOKENS:
             turns.edited += 1

@@ -13,7 +13,7 @@ import numpy as np
 from segreuse_tools.estimate.block_cache import BlockCache, FoundTokens, Sent
 from segreuse_tools.estimate.component_cache import ComponentCache
 from segreuse_tools.estimate.cost_model import CostModel, Spread
-from segreuse_tools.estimate.edited_turns import EditedTurns, Sessions
+from segreuse_tools.estimate.edited_turns import EditedTurns, SessionPrompts
 from segreuse_tools.estimate.prompts import PromptTokens, Router
 from segreuse_tools.estimate.request_log import Reason
 from segreuse_tools.estimate.traces.request import PromptPart
@@ -278,7 +278,7 @@ class Simulation:
         self.prompt_tokens = 0
         self.has_components = False
         self.lengths = Spread()
-        self.sessions = Sessions(setting.block_size)
+        self.sessions = SessionPrompts(setting.block_size)
 
     def run(self, prompt: PromptTokens) -> None:
         """One more prompt, in all of them."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from segreuse_tools.estimate.block_cache import Sent
-from segreuse_tools.estimate.edited_turns import EditedTurns, Sessions
+from segreuse_tools.estimate.edited_turns import EditedTurns, SessionPrompts
 
 SIZE = 16
 SYSTEM = [*range(48)]
@@ -18,7 +18,7 @@ THOUGHT = [*range(9000, 9005)]
 
 
 def turns(*prompts: list[int], session: str | None = "one") -> EditedTurns:
-    sessions = Sessions(SIZE)
+    sessions = SessionPrompts(SIZE)
     for prompt in prompts:
         sessions.run(session, Sent.of(np.array(prompt, np.int32), SIZE, 0))
     return sessions.turns
@@ -59,7 +59,7 @@ def test_a_shorter_prompt_that_is_a_beginning_takes_text_back() -> None:
 
 @pytest.mark.parametrize("session", [None, "one"])
 def test_sessions_are_told_apart(session: str | None) -> None:
-    sessions = Sessions(SIZE)
+    sessions = SessionPrompts(SIZE)
     sessions.run(session, Sent.of(np.array(SYSTEM + A, np.int32), SIZE, 0))
     other = Sent.of(np.array(SYSTEM + A + B, np.int32), SIZE, 0)
     sessions.run("other", other)

@@ -82,6 +82,11 @@ class Core:
         """Tokens per block."""
         return self.group.block_size
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens fits beside what is held, as vLLM counts it."""
+        needed = -(-num_tokens // self.block_size) + self.manager.watermark_blocks
+        return self.pool.num_free_blocks() >= needed
+
     @property
     def num_blocks(self) -> int:
         """Blocks that requests can have: one is vLLM's own."""

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from vllm_segreuse.engine.priorities import LAST_PRIORITY
 from vllm_segreuse.features.knowledge.errors import UnavailableError
 from vllm_segreuse.features.knowledge.origin import own_requests
 from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler
 from vllm_segreuse.options.parsing import EXTRA_KEYS, FREEZE
 from vllm_segreuse.plan import FreezeOrder
-
-_LAST = 2**31 - 1  # vLLM serves smaller priorities first
 
 
 class NotFrozenError(Exception):
@@ -205,7 +204,7 @@ class ServedEngine(Tokenizer):
         self._client = client
         self.vocab_size: int = client.model_config.get_vocab_size()
         policy = client.vllm_config.scheduler_config.policy
-        self._priority = _LAST if policy == "priority" else 0
+        self._priority = LAST_PRIORITY if policy == "priority" else 0
 
     def num_others(self, own: int) -> int:
         """Requests of this API server that have not ended."""
