@@ -42,6 +42,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "recompute_once": False,
         "weigh_turns": False,
         "heal_tokens": 0,
+        "heal_after_s": 5.0,
         "explain": False,
         "similarity": None,
         "max_provenance_depth": 4,

@@ -4,7 +4,7 @@
 from typing import Annotated
 
 from vllm_segreuse.options.parts import ServerPart
-from vllm_segreuse.options.values import MAX_TOKENS, count
+from vllm_segreuse.options.values import MAX_TOKENS, count, number
 
 
 class HealingServer(ServerPart):
@@ -14,3 +14,7 @@ class HealingServer(ServerPart):
     """While no request runs or waits, prompts and answers that hold moved text are computed in
     full, so many tokens at a time: later turns find them in the prefix cache, exactly. A request
     that arrives meanwhile waits for no more than these. 0: never."""
+
+    heal_after_s: Annotated[float, number(10**6)] = 5.0
+    """Seconds for which no request ran or waited, before an engine computes turns in full. Requests
+    that come more often than that wait for none of it."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,13 +35,19 @@ class Healing(Feature, OwnRequests):
     Args:
         core: of the engine.
         most: tokens of a part.
+        after_s: seconds of idle time before the first part.
+        clock: seconds.
     """
 
     name = "healing"
 
-    def __init__(self, core: Core, most: int) -> None:
+    def __init__(self, core: Core, most: int, after_s: float, clock: Callable[[], float]) -> None:
         self._core = core
         self._most = most
+        self._after_s = after_s
+        self._clock = clock
+        self._needed_s = clock()  # when somebody last needed the engine
+        self._is_paused = False
         self.turns = Unhealed(lambda outcome: core.stats.inc("healings_total", outcome=outcome))
         self._part: _HealedPart | None = None
         self._number = 0
@@ -55,6 +62,7 @@ class Healing(Feature, OwnRequests):
         if self._part is not None and request.request_id == self._part.request_id:
             self._ended(ending.is_complete)
             return
+        self._needed_s = self._clock()
         if tracked is None or not ending.is_complete or tracked.donor_depth < 0:
             return
         if tracked.is_required or tracked.names_documents:
@@ -78,14 +86,21 @@ class Healing(Feature, OwnRequests):
             self.turns.end("forgotten")
 
     def to_add(self, running: int, waiting: int, is_paused: bool) -> Iterable[Request]:
-        """The next part, where nobody needs the engine."""
-        if running or waiting or is_paused or self._part is not None:
+        """The next part, where nobody needs the engine, nor has for some time."""
+        self._is_paused = is_paused
+        others = running + waiting - (self._part is not None)
+        if others > 0:
+            self._needed_s = self._clock()
+        if others > 0 or is_paused or self._part is not None or not self._has_rested():
             return
         while (turn := self.turns.next) is not None:
             part = self._next_part(turn)
             if part is not None:
                 yield part
                 return
+
+    def _has_rested(self) -> bool:
+        return self._clock() - self._needed_s >= self._after_s
 
     def _next_part(self, turn: Turn) -> Request | None:
         """What is to be computed of a turn next; None: it has ended."""
@@ -106,6 +121,10 @@ class Healing(Feature, OwnRequests):
         found = self._core.pool.resident_blocks(turn.request, 0, turn.num_blocks)
         holes = np.flatnonzero(found < 0)
         return int(holes[0]) if holes.size else turn.num_blocks
+
+    def has_pending_work(self) -> bool:
+        """Whether turns wait for idle time: an engine that does not step has none."""
+        return len(self.turns) > 0 and not self._is_paused
 
     def to_abort(self) -> Iterable[str]:
         """The part that runs, if there is one."""
@@ -134,5 +153,7 @@ class Healing(Feature, OwnRequests):
 
 def start(making: Making) -> Healing | None:
     """That of an engine; None: it does not heal."""
-    most = HealingServer.of(making.core.config).heal_tokens
-    return Healing(making.core, most) if most else None
+    options = HealingServer.of(making.core.config)
+    if not options.heal_tokens:
+        return None
+    return Healing(making.core, options.heal_tokens, options.heal_after_s, monotonic)

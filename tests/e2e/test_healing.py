@@ -15,7 +15,7 @@ SHIFT = NAMESPACE | {"segreuse_policy": "shift", "segreuse_min_reused_tokens": B
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Engine]:
-    options = {"heal_tokens": 3 * BLOCK_SIZE}
+    options = {"heal_tokens": 3 * BLOCK_SIZE, "heal_after_s": 0.0}
     with engine("qwen3", dtype="float32", max_model_len=2048, segreuse=options) as running:
         yield running
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
+from segreuse_extras.healing import scheduler as healing
 from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
 
@@ -17,7 +18,7 @@ PART = 4 * SIZE
 
 def world_of(**options: Any) -> World:
     """A document is cached."""
-    world = World(min_reused_tokens=4, **{"heal_tokens": PART} | options)
+    world = World(min_reused_tokens=4, **{"heal_tokens": PART, "heal_after_s": 0.0} | options)
     world.run(world.add(DOCUMENT, SHIFT))
     return world
 
@@ -82,6 +83,85 @@ def test_nothing_is_computed_while_somebody_needs_the_engine(running: int, waiti
     assert next_part(world, running, waiting) is None
     assert not [*world.side.take_requests(0, 0, True)], "nor while it is paused"
     assert next_part(world) is not None
+
+
+class Clock:
+    """Seconds."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """That of worlds to come."""
+    clock = Clock()
+    monkeypatch.setattr(healing, "monotonic", clock)
+    return clock
+
+
+def resting_world() -> World:
+    """A turn waits, and the engine heals when it has rested for ten seconds."""
+    world = world_of(heal_after_s=10.0)
+    turn(world, TURN)
+    return world
+
+
+def test_an_engine_heals_that_nobody_has_needed_for_some_time(clock: Clock) -> None:
+    world = resting_world()
+    clock.now += 9.9
+    assert next_part(world) is None
+    assert world.side.has_pending_work, "an engine that does not step would not see the time"
+    clock.now += 0.1
+    part = next_part(world)
+    assert part is not None
+    compute(world, part)
+    assert next_part(world) is not None, "parts of one rest follow each other"
+
+
+@pytest.mark.parametrize("how", ["runs", "waits", "has ended", "runs beside a part"])
+def test_whoever_needs_the_engine_begins_its_rest_anew(how: str, clock: Clock) -> None:
+    world = resting_world()
+    clock.now += 10
+    if how == "runs beside a part":
+        part = next_part(world)
+        assert part is not None
+        assert next_part(world, running=2) is None
+        compute(world, part)
+    elif how == "has ended":  # within one step, so that it was never seen to run
+        turn(world, [*range(50, 90)], None)
+    else:
+        assert next_part(world, running=how == "runs", waiting=how == "waits") is None
+    clock.now += 9.9
+    assert next_part(world) is None
+    clock.now += 0.1
+    assert next_part(world) is not None
+
+
+def test_an_own_part_is_no_need(clock: Clock) -> None:
+    world = resting_world()
+    clock.now += 10
+    part = next_part(world)
+    assert part is not None
+    clock.now += 1
+    assert next_part(world, running=1) is None
+    compute(world, part)
+    assert next_part(world) is not None
+
+
+def test_an_engine_without_turns_or_paused_need_not_step() -> None:
+    world = world_of()
+    assert not world.side.has_pending_work
+    turn(world, TURN)
+    assert world.side.has_pending_work
+    assert not [*world.side.take_requests(0, 0, True)]
+    assert not world.side.has_pending_work
+    world.side.take_requests(1, 0, False)
+    assert world.side.has_pending_work
+    world.side.resetting()
+    assert not world.side.has_pending_work
 
 
 def test_one_part_at_a_time() -> None:

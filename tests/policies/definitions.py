@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 TAIL = 64
+QUESTION = 256
 LEAST_SHARE = 0.05
 """`peaks`: a twentieth of a head's attention."""
 FIRST_OF_SEGMENT = "SA"
@@ -108,12 +109,12 @@ def cacheblend(prompt: str, ratio: float, dense: int | float, layers: int) -> De
 
 
 def question(prompt: str) -> set[int]:
-    """The last interval of new tokens, and nothing new before it; or the tail."""
+    """The last interval of new tokens, as much of its end as is read; or the tail."""
     if reused_tail(prompt):
         return reused_tail(prompt)
     found: set[int] = set()
     for i in sorted(new_tokens(prompt), reverse=True):
-        if found and i != min(found) - 1:
+        if len(found) == QUESTION or (found and i != min(found) - 1):
             break
         found.add(i)
     return found

@@ -16,6 +16,7 @@ from vllm_segreuse.plan import (
     Deviation,
     Fixed,
     Gather,
+    ModelLayers,
     Probed,
     Program,
     Recipe,
@@ -157,6 +158,9 @@ def test_with_all_layers_dense_there_is_nothing_to_choose(dense_layers):
         (prompt_of(("N", 5), ("S", 63)), [*range(5)]),
         (prompt_of(("S", 90)), [*range(26, 90)]),
         (prompt_of(("S", 9)), [*range(9)]),
+        (prompt_of(("S", 90), ("N", 256)), [*range(90, 346)]),
+        (prompt_of(("S", 90), ("N", 257)), [*range(91, 347)]),
+        (prompt_of(("S", 90), ("N", 300), ("S", 9)), [*range(134, 390)]),
     ],
 )
 def test_the_question_is_the_last_interval_of_new_tokens(prompt, asking):
@@ -288,3 +292,13 @@ def test_every_policy_is_what_its_paper_says(prompt, ratio, dense, overflow, blo
         recipe = recipe_of(policy, prompt, **options)
         assert_is(recipe, definition)
         assert (recipe.program == Stock()) == (policy == "exact")
+
+
+def test_a_long_last_text_is_not_read_twice():
+    """A tool's answer with a question behind it: reading all of it twice would save nothing."""
+    prompt = prompt_of(("N", 20), ("S", 400), ("N", 600))
+    recipe = recipe_of("focus", prompt)
+    counts, layers = recipe.counts(recipe.top_k), ModelLayers.of_full_attention(8)
+    assert recipe.top_k > 0
+    assert where(recipe.probes) == [*range(764, 1020)]
+    assert recipe.program.cost(counts, layers) < 8 * len(prompt)

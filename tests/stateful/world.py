@@ -494,6 +494,7 @@ def _engine(setup: Setup) -> ModellessEngine:
         tier={"host_gib": 1, "min_run_tokens": 2} if setup.tier_rows else None,
         audit={"share": 1.0, "per_minute": 6000} if setup.audits else {},
         heal_tokens=setup.heal_tokens,
+        heal_after_s=0.0,
     ).model_dump()
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"

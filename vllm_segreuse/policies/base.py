@@ -13,6 +13,10 @@ from vllm_segreuse.plan import BoolArray, IntArray, Program, Recipe, Segments, f
 
 TAIL_TOKENS = 64
 
+QUESTION_TOKENS = 256
+"""The most that are read as the question. What is asked stands at the end of the new text, behind
+what a tool has answered."""
+
 RATIO = 0.1
 """`recompute_ratio` of policies that have none of their own."""
 
@@ -58,14 +62,15 @@ class Situation:
 
     @property
     def question(self) -> BoolArray:
-        """The last interval of new tokens; the tail, when it is all reused."""
+        """The end of the last interval of new tokens; the tail, when it is all reused."""
         probes = self.probes
         if self.reused[-TAIL_TOKENS:].all():
             probes[:-TAIL_TOKENS] = False
             return probes
         last = int(np.flatnonzero(probes)[-1])
         before = np.flatnonzero(~probes[:last])
-        probes[: int(before[-1]) + 1 if len(before) else 0] = False
+        first = int(before[-1]) + 1 if len(before) else 0
+        probes[: max(first, last + 1 - QUESTION_TOKENS)] = False
         return probes
 
     @cached_property

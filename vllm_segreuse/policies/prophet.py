@@ -5,8 +5,8 @@ Two stages. First the question alone runs through the model against the reused K
 it pays to each reused token is summed over all layers. Then the tokens that got most,
 `recompute_ratio` of the reused ones, are computed together with the new ones.
 
-ProphetKV is told which tokens are the user's question; here they are the last interval of new
-tokens. Overflow and dense layers are not part of the method, and these options have no effect.
+ProphetKV is told which tokens are the user's question; here they are the end of the last interval
+of new tokens. Overflow and dense layers are not part of the method, and have no effect.
 """
 
 from __future__ import annotations
