@@ -87,6 +87,27 @@ class Completions:
         """Nothing is cached afterwards."""
         httpx.post(f"{self._server.url}/reset_prefix_cache", timeout=30).raise_for_status()
 
+    def likeliest(
+        self, prompt: Sequence[int], body: Mapping[str, Any], most: int
+    ) -> dict[str, float]:
+        """Logarithms of the probabilities of the likeliest next tokens, by `token_id:` and its id.
+
+        Args:
+            prompt: token ids.
+            body: what is added to the request.
+            most: tokens; the server has to allow for as many (`--max-logprobs`).
+        """
+        found = self._client.completions.create(
+            model=self._model,
+            prompt=list(prompt),
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=most,
+            extra_body={**body, "return_tokens_as_token_ids": True},
+        )
+        (choice,) = found.choices
+        return dict(choice.logprobs.top_logprobs[0])
+
     def ask(
         self,
         prompt: Sequence[int],

@@ -10,7 +10,7 @@ from typing import Any
 from bench.agents.arms import NONE, PREFIX, Arm
 
 SHIFT, DEFAULT, ONCE, WEIGHED = "shift", "default", "once", "weighed"
-SHIFT_ONCE = "shift-once"
+SHIFT_ONCE, SAME = "shift-once", "same"
 SERVER: Mapping[str, Any] = MappingProxyType({"min_reused_tokens": 64})
 """Options of the server that all arms share."""
 
@@ -26,6 +26,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             Arm(ONCE, options={"recompute_once": 1}),
             Arm(SHIFT_ONCE, options={"policy": "shift", "recompute_once": 1}),
             Arm(WEIGHED, options={"weigh_turns": 1}),
+            Arm(SAME, options={"context": "same"}),
         )
     }
 )

@@ -2,9 +2,8 @@
 """`python -m bench edits --model DIR`: what edits of a conversation's context cost.
 
 Conversations with a tool loop are edited (`edits`) and asked on, over HTTP, under several arms
-(`arms`). Distances from full prefill are measured in this process. An interrupt (Ctrl-C, or a
-SIGTERM) ends it early, with figures of what was measured. `BENCH_QUALITY_SEEDS=tuning` draws the
-conversations on which options are chosen.
+(`arms`). An interrupt (Ctrl-C, or a SIGTERM) ends it early, with figures of what was measured.
+`BENCH_QUALITY_SEEDS=tuning` draws the conversations on which options are chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +19,10 @@ import httpx
 import openai
 
 from bench import harness
-from bench.agents.arms import NONE, Arm
-from bench.edits import distance, resting, serving
-from bench.edits.arms import ARMS, PREFIX, SERVER, SHIFT
+from bench.agents.arms import Arm
+from bench.edits import resting, serving
+from bench.edits.arms import ARMS, DEFAULT, ONCE, PREFIX, SERVER, SHIFT
 from bench.edits.conversations import Conversation, draw
-from bench.edits.distance import Apart
 from bench.edits.edits import EDITS, Edit
 from bench.edits.figures import result_of
 from bench.edits.serving import Asked
@@ -39,8 +36,8 @@ T = TypeVar("T")
 
 COLUMNS = (
     *("edit", "arm", "conversations", "at_prompt", "at_prefix_share", "at_known_share", "at_work"),
-    *("at_ttft_s", "at_ttft_over_prefix", "at_right", "at_kl_p90"),
-    *("later_prefix_share", "later_work", "later_ttft_over_prefix", "later_right", "later_kl_p90"),
+    *("at_ttft_s", "at_ttft_over_prefix", "at_kl_p90", "later_work", "later_ttft_over_prefix"),
+    *("later_kl_p90", "later_right", "right_over_full"),
 )
 """Of a row, what is printed; its file has more."""
 
@@ -85,13 +82,10 @@ def run(args: argparse.Namespace) -> int:
     edits = [EDITS[name] for name in args.edits]
     arms = [ARMS[name] for name in args.arms]
     asked: list[Asked] = []
-    apart: list[Apart] = []
     done = _unless_interrupted(_asked(args.model, writer, conversations, edits, arms), asked)
-    some = conversations[: args.distance]
-    done = done and _unless_interrupted(_apart(args.model, writer, some, edits, arms), apart)
-    result = result_of(asked, apart, args.best)
+    result = result_of(asked, args.best)
     shown = [{name: row[name] for name in COLUMNS if name in row} for row in result["rows"]]
-    result["rows"] += [*map(_plain, asked), *map(asdict, apart)]
+    result["rows"] += map(_plain, asked)
     return _reported(args, where | {"interrupted": not done}, shown, result)
 
 
@@ -127,7 +121,8 @@ def _reported(
 
 
 def _plain(one: Asked) -> dict[str, Any]:
-    return {**asdict(one), "ttft_s": round(one.ttft_s, 4)}
+    told = {name: value for name, value in vars(one).items() if name != "likeliest"}
+    return {**told, "ttft_s": round(one.ttft_s, 4), "tokens": vars(one.tokens)}
 
 
 def _unless_interrupted(found: Iterator[list[T]], into: list[T]) -> bool:
@@ -148,31 +143,14 @@ def _asked(
     edits: Sequence[Edit],
     arms: Sequence[Arm],
 ) -> Iterator[list[Asked]]:
-    """Over HTTP: all arms of a conversation one after the other, each of them first in turn."""
+    """All arms of an edited conversation one after the other, each of them first in turn."""
     with serving.asking(model, SERVER, writer) as client:
         client.conversation(conversations[0], edits[0], arms[0])  # the first requests are slow
         for number, before in enumerate(harness.progress(conversations, "edits")):
-            for edit in edits:
-                for arm in harness.rotated(arms, number):
+            client.reset()
+            for place, edit in enumerate(edits):
+                for arm in harness.rotated(arms, number + place):
                     yield client.conversation(before, edit, arm)
-
-
-def _apart(
-    model: Path,
-    writer: Writer,
-    conversations: Sequence[Conversation],
-    edits: Sequence[Edit],
-    arms: Sequence[Arm],
-) -> Iterator[list[Apart]]:
-    reusing = [arm for arm in arms if arm.options is not None]
-    if not conversations or not reusing:
-        return
-    from bench.english.engine import english_engine
-
-    with english_engine(model, segreuse=dict(SERVER), dtype="bfloat16") as lab:
-        for before in harness.progress(conversations, "distance"):
-            for edit in edits:
-                yield list(distance.measure(lab, before, edit, reusing, writer))
 
 
 def _some(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -188,19 +166,16 @@ def _some(known: Sequence[str]) -> Callable[[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench edits", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a chat model")
-    parser.add_argument("--steps", type=int, default=12, help="of the tool loop (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="of the tool loop (%(default)s)")
     parser.add_argument("--conversations", type=int, default=30, help="(%(default)s)")
-    parser.add_argument(
-        "--distance", type=int, default=30, help="conversations that are compared (%(default)s)"
-    )
     parser.add_argument("--edits", type=_some([*EDITS]), default=[*EDITS], help=", ".join(EDITS))
     parser.add_argument(
         "--arms",
         type=_some([*ARMS]),
-        default=[NONE, PREFIX, SHIFT, "default", "once"],
+        default=[PREFIX, SHIFT, DEFAULT, ONCE],
         help=", ".join(ARMS),
     )
-    parser.add_argument("--best", choices=ARMS, default="once", help="arm of the summary")
+    parser.add_argument("--best", choices=ARMS, default=ONCE, help="arm of the summary")
     parser.add_argument(
         "--heal-tokens",
         type=int,

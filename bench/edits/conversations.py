@@ -3,7 +3,8 @@
 
 The agent is asked to look some articles up, and calls its search once for each: a loop of steps
 with a thought, a call and a result. Then it is asked for prices that only the results say, one
-question a turn. Thoughts are sentences of documentation, about as long as those of small models.
+question a turn. Its answers are begun for it: small models find prices, but not always words.
+Thoughts are sentences of documentation, about as long as those of small models.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Message = Mapping[str, Any]
 Measure = Callable[[str], int]
 
 LATER_TURNS = 6
-RESULTS = 6
-"""Articles in a result of the search: about 450 tokens."""
+RESULTS = 5
+"""Articles in a result of the search: about 550 tokens."""
 THOUGHT_TOKENS = 64
 SYSTEM = (
     "You help the staff of a shop. Look articles up with your tools, and answer from what they "
@@ -38,13 +39,20 @@ class Question:
 
     Attributes:
         text: what is asked.
-        right: what the answer has to contain.
+        begun: how the answer begins.
+        right: how it has to go on.
         thought: of the assistant, in front of the answer.
     """
 
     text: str
+    begun: str
     right: str
     thought: str
+
+    @property
+    def answer(self) -> str:
+        """All of it."""
+        return f"{self.begun} {self.right} euros."
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Conversation:
         """Messages of a turn: all questions before it are answered rightly."""
         messages = [*self.loop]
         for question in self.questions[:turn]:
-            messages += [user(question.text), assistant(question.thought, question.right)]
+            messages += [user(question.text), assistant(question.thought, question.answer)]
         return [*messages, user(self.questions[turn].text)]
 
 
@@ -119,7 +127,8 @@ def draw(rng: Random, number: int, steps: int, measure: Measure) -> Conversation
         chosen[-1] = known[1]
     questions = [
         Question(
-            f"How many euros does the {title} cost? Answer with the number only.",
+            f"How many euros does the {title} cost?",
+            f"The {title} costs",
             str(goods.prices[title]),
             thought(),
         )

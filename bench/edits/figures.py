@@ -3,53 +3,59 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from bench.agents.arms import NONE, PREFIX
 from bench.agents.tokens import Tokens
-from bench.edits.distance import Apart
+from bench.edits.distance import divergence
 from bench.edits.serving import Asked
 from bench.harness import SuiteResult
 from bench.quality.statistics import bootstrap_interval
 
 _AT, _LATER = "at", "later"
+_RESAMPLES = 2000
 
 Cell = tuple[str, str]
 """Edit and arm."""
 
 
-def result_of(asked: Sequence[Asked], apart: Sequence[Apart], best: str) -> SuiteResult:
+def result_of(asked: Sequence[Asked], best: str) -> SuiteResult:
     """Everything that was measured, as figures.
+
+    Behind an edit the prefix cache's arm computes all in full, so that it is what full prefill
+    says, unless the arm without any cache was measured, too.
 
     Args:
         asked: over HTTP.
-        apart: distances from full prefill.
         best: the arm that the summary is about.
     """
     cells: dict[Cell, list[Asked]] = defaultdict(list)
     for one in asked:
         cells[one.edit, one.arm].append(one)
-    distances: dict[Cell, list[Apart]] = defaultdict(list)
-    for one_apart in apart:
-        distances[one_apart.edit, one_apart.arm].append(one_apart)
+
+    def of(edit: str, *arms: str) -> list[Asked]:
+        return next((cells[edit, arm] for arm in arms if (edit, arm) in cells), [])
+
     rows = [
-        _row(cell, cells[cell], cells.get((cell[0], PREFIX), []), distances[cell]) for cell in cells
+        _row(cell, mine, of(cell[0], PREFIX), of(cell[0], NONE, PREFIX))
+        for cell, mine in [*cells.items()]
     ]
     return {"rows": rows, "summary": _summary(rows, best)}
 
 
 def _row(
-    cell: Cell, asked: Sequence[Asked], prefix: Sequence[Asked], apart: Sequence[Apart]
+    cell: Cell, asked: Sequence[Asked], prefix: Sequence[Asked], full: Sequence[Asked]
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"edit": cell[0], "arm": cell[1]}
     row["conversations"] = len({one.conversation for one in asked})
-    for name, mine, theirs in (
-        (_AT, _at(asked), _at(prefix)),
-        (_LATER, _later(asked), _later(prefix)),
-    ):
+    for name, part in ((_AT, _at), (_LATER, _later)):
+        mine = part(asked)
         tokens = sum((one.tokens for one in mine), Tokens())
         row |= {
             f"{name}_prompt": tokens.prompt / max(1, len(mine)),
@@ -59,8 +65,8 @@ def _row(
             f"{name}_ttft_s": statistics.median(one.ttft_s for one in mine) if mine else None,
             f"{name}_right": statistics.fmean(one.right for one in mine) if mine else None,
         }
-        row |= _ratios(name, mine, theirs)
-    return row | _distances(apart)
+        row |= _ratios(name, mine, part(prefix)) | _distances(name, mine, part(full))
+    return row | _right(asked, full)
 
 
 def _at(asked: Sequence[Asked]) -> list[Asked]:
@@ -76,17 +82,25 @@ def _work(tokens: Tokens) -> float:
     return tokens.computed / max(1, tokens.prompt - tokens.prefix)
 
 
-def _ratios(name: str, mine: Sequence[Asked], theirs: Sequence[Asked]) -> dict[str, Any]:
-    """Times to the first token over those of the prefix cache, conversation by conversation."""
-    other = {(one.conversation, one.turn): one.ttft_s for one in theirs}
-    by_conversation: dict[int, list[float]] = defaultdict(list)
+def _pairs(mine: Sequence[Asked], theirs: Sequence[Asked]) -> dict[int, list[tuple[Asked, Asked]]]:
+    """Equal turns under two arms, by conversation."""
+    other = {(one.conversation, one.turn): one for one in theirs}
+    found: dict[int, list[tuple[Asked, Asked]]] = defaultdict(list)
     for one in mine:
         if (one.conversation, one.turn) in other:
-            ratio = one.ttft_s / other[one.conversation, one.turn]
-            by_conversation[one.conversation].append(ratio)
+            found[one.conversation].append((one, other[one.conversation, one.turn]))
+    return found
+
+
+def _ratios(name: str, mine: Sequence[Asked], theirs: Sequence[Asked]) -> dict[str, Any]:
+    """Times to the first token over those of the prefix cache, conversation by conversation."""
+    by_conversation = _pairs(mine, theirs)
     if not by_conversation:
         return {}
-    ratios = [statistics.median(found) for found in by_conversation.values()]
+    ratios = [
+        statistics.median(one.ttft_s / other.ttft_s for one, other in pairs)
+        for pairs in by_conversation.values()
+    ]
     low, high = bootstrap_interval(ratios)
     return {
         f"{name}_ttft_over_prefix": statistics.median(ratios),
@@ -96,38 +110,54 @@ def _ratios(name: str, mine: Sequence[Asked], theirs: Sequence[Asked]) -> dict[s
     }
 
 
-def _distances(apart: Sequence[Apart]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for name, some in (
-        (_AT, [one for one in apart if one.turn == 0]),
-        (_LATER, [one for one in apart if one.turn]),
-    ):
-        if some:
-            kl = sorted(one.first_kl for one in some)
-            row |= {
-                f"{name}_compared": len(some),
-                f"{name}_kl_p50": statistics.median(kl),
-                f"{name}_kl_p90": kl[min(len(kl) - 1, int(0.9 * len(kl)))],
-                f"{name}_agreement": statistics.fmean(one.agreement for one in some),
-            }
-    return row
+def _distances(name: str, mine: Sequence[Asked], full: Sequence[Asked]) -> dict[str, Any]:
+    """First tokens' divergences from full prefill, and answers that are full prefill's."""
+    pairs = [pair for found in _pairs(mine, full).values() for pair in found]
+    if not pairs:
+        return {}
+    compared = [(one.likeliest, other.likeliest) for one, other in pairs if one.likeliest]
+    kl = sorted(divergence(full, mine) for mine, full in compared) or [math.nan]
+    return {
+        f"{name}_kl_p50": statistics.median(kl),
+        f"{name}_kl_p90": kl[min(len(kl) - 1, int(0.9 * len(kl)))],
+        f"{name}_agreement": statistics.fmean(one.said == other.said for one, other in pairs),
+    }
+
+
+def _right(mine: Sequence[Asked], full: Sequence[Asked]) -> dict[str, Any]:
+    """Right answers of all turns over those of full prefill, with an interval of 95 % by bootstrap
+    of conversations."""
+    by_conversation = _pairs(mine, full)
+    counts = np.array(
+        [
+            [sum(one.right for one, _ in pairs), sum(other.right for _, other in pairs)]
+            for pairs in by_conversation.values()
+        ]
+    ).reshape(-1, 2)
+    if not counts[:, 1].sum():
+        return {"right_over_full": None}
+    rng = np.random.default_rng(0)
+    drawn = counts[rng.integers(len(counts), size=(_RESAMPLES, len(counts)))].sum(axis=1)
+    drawn = drawn[drawn[:, 1] > 0]
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+    return {
+        "right_over_full": float(counts[:, 0].sum() / counts[:, 1].sum()),
+        "right_over_full_low": float(low),
+        "right_over_full_high": float(high),
+    }
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], best: str) -> dict[str, Any]:
-    """By edit, of one arm. Behind an edit the prefix cache's arm computes all in full, too."""
-    full = (PREFIX, NONE)  # the last that was measured counts
-    right = {row["edit"]: row["at_right"] for arm in full for row in rows if row["arm"] == arm}
+    """By edit, of one arm."""
     summary: dict[str, Any] = {"arm": best}
     for row in rows:
-        if row["arm"] != best:
-            continue
-        edit = row["edit"]
-        found = {
-            "ttft_over_prefix": row.get("at_ttft_over_prefix"),
-            "work": row["at_work"],
-            "later_ttft_over_prefix": row.get("later_ttft_over_prefix"),
-            "right_over_full": row["at_right"] / right[edit] if right.get(edit) else None,
-            "kl_p90": row.get("at_kl_p90"),
-        }
-        summary |= {f"{edit}_{name}": value for name, value in found.items()}
+        if row["arm"] == best:
+            found = {
+                "ttft_over_prefix": row.get("at_ttft_over_prefix"),
+                "work": row["at_work"],
+                "later_ttft_over_prefix": row.get("later_ttft_over_prefix"),
+                "right_over_full": row["right_over_full"],
+                "kl_p90": row.get("at_kl_p90"),
+            }
+            summary |= {f"{row['edit']}_{name}": value for name, value in found.items()}
     return summary

@@ -88,16 +88,17 @@ def measure(
 def _rested(
     client: serving.Client, heals: bool, before: Conversation, edit: Edit, arm: Arm
 ) -> Rested:
+    client.reset()
     edited = client.edited(before, edit, arm)
     ended = _healings(client)
-    edited.turn(0)
+    client.turn(edited, 0)
     others = _others(client, Random(f"others {before.number}"))
     until = time.monotonic() + MOST_REST_S
     while heals and _healings(client) == ended:
         if time.monotonic() > until:
             raise harness.BenchError(f"a turn was not healed within {MOST_REST_S:.0f} s")
         time.sleep(0.2)
-    found = edited.turn(1)
+    found = client.turn(edited, 1)
     tokens = found.tokens
     return Rested(heals, before.number, tokens.prompt, tokens.prefix, found.ttft_s, tuple(others))
 

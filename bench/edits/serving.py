@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations asked of a real server over HTTP, under one arm after the other.
 
-Every arm gets the same prompts, and computes all that it finds: caches are emptied before it. The
-prompts of the tool loop come first, as an agent sends them. Then come the edit with a question, and
-the later turns behind it.
+Every arm gets the same prompts. The prompts of the tool loop come first, as an agent sends them.
+Then come the edit with a question, and the later turns behind it. An arm that reuses segments has a
+namespace and a salt for each edit, and computes the loop anew in it. Without reuse an edit leaves
+nothing that another one finds, so one loop serves all edits of a conversation.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from bench.agents.arms import Arm
 from bench.agents.completions import Answered, Completions, serving
 from bench.agents.tokens import Tokens
 from bench.edits.conversations import LATER_TURNS, Conversation
+from bench.edits.distance import MOST_LOGPROBS, Likeliest
 from bench.edits.edits import Edit
 from bench.edits.writing import Writer
 
 MAX_MODEL_LEN = 16384
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 5
 """Of every question: a price has three digits."""
+COMPARED = (0, 1, LATER_TURNS)
+"""Turns whose distributions are asked for."""
 _FLAGS = (
     *("--max-model-len", str(MAX_MODEL_LEN), "--block-size", "32", "--max-num-seqs", "2"),
-    *("--dtype", "bfloat16"),
+    *("--dtype", "bfloat16", "--max-logprobs", str(MOST_LOGPROBS)),
 )
+_KV_GIB = 6
+"""Room for all edits of a conversation of a model with 1.5B parameters."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Asked:
         right: whether the answer contains the right one.
         said: the answer.
         tokens: of the prompt.
+        likeliest: first tokens of the answer, as the server sees them afterwards; none of turns
+            that are not compared.
     """
 
     edit: str
@@ -52,6 +60,7 @@ class Asked:
     right: bool
     said: str
     tokens: Tokens
+    likeliest: Likeliest
 
 
 @contextmanager
@@ -61,7 +70,7 @@ def asking(model: Path, options: Mapping[str, Any], writer: Writer) -> Iterator[
     Raises:
         ServerError: it does not start.
     """
-    with serving(model, options, _FLAGS, {"VLLM_CPU_KVCACHE_SPACE": "2"}) as server:
+    with serving(model, options, _FLAGS, {"VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB)}) as server:
         yield Client(server, writer)
 
 
@@ -71,11 +80,13 @@ class Edited:
 
     Attributes:
         after: as it is now.
-        turn: asks a turn; 0 is the first one.
+        prompt: tokens of a turn; 0 is the first one.
+        body: what is added to its request.
     """
 
     after: Conversation
-    turn: Callable[[int], Answered]
+    prompt: Callable[[int], list[int]]
+    body: Callable[[int], Mapping[str, Any]]
 
 
 class Client(Completions):
@@ -84,19 +95,31 @@ class Client(Completions):
     def __init__(self, server: Any, writer: Writer) -> None:
         super().__init__(server, MAX_MODEL_LEN)
         self._writer = writer
+        self._served: set[str] = set()
+
+    def reset(self) -> None:
+        """Nothing is cached afterwards."""
+        super().reset()
+        self._served.clear()
 
     def conversation(self, before: Conversation, edit: Edit, arm: Arm) -> list[Asked]:
         """A conversation under an arm: its loop, the edit, and the later turns.
+
+        A turn's distribution is asked for when the turn is over, so that it takes no part in the
+        times: it is that of the text that the turn has left, but for the last block.
 
         Raises:
             BenchError: a prompt is too long, or the connector does not answer.
         """
         edited, asked = self.edited(before, edit, arm), []
         for turn in range(LATER_TURNS + 1):
-            found = edited.turn(turn)
+            found = self.turn(edited, turn)
+            likeliest: Likeliest = {}
+            if turn in COMPARED:
+                likeliest = self.likeliest(edited.prompt(turn), edited.body(turn), MOST_LOGPROBS)
             at = (edit.name, before.number, arm.name, turn)
             right = edited.after.questions[turn].right in found.said
-            asked.append(Asked(*at, found.ttft_s, right, found.said, found.tokens))
+            asked.append(Asked(*at, found.ttft_s, right, found.said, found.tokens, likeliest))
         return asked
 
     def edited(self, before: Conversation, edit: Edit, arm: Arm) -> Edited:
@@ -105,19 +128,32 @@ class Client(Completions):
         Raises:
             BenchError: a prompt is too long, or the connector does not answer.
         """
-        self.reset()
-        space = f"{edit.name} {before.number} {arm.name}"
-        if arm.prefix:
+        space = f"{before.number} {arm.name}"
+        if arm.options is not None:
+            space += f" {edit.name}"
+        if arm.prefix and space not in self._served:
+            self._served.add(space)
             for number, prompt in enumerate(self._writer.history(before, edit.keeps_thoughts)):
-                self.ask(prompt, arm.body(space, f"step {number}"), 1)
-            if edit.retries:
-                self._turn(before, edit, 0, arm.body(space, "retried"))
+                self.ask(prompt, _body(arm, space, f"step {number}"), 1)
+        if arm.prefix and edit.retries:
+            retried = self._writer.turn(before, 0, edit.keeps_thoughts)
+            self.ask(retried, _body(arm, space, "retried"), ANSWER_TOKENS)
         after = edit.change(before, Random(f"{edit.name} {before.number}"))
-        return Edited(after, lambda turn: self._turn(after, edit, turn, arm.body(space, turn)))
+        return Edited(
+            after,
+            lambda turn: self._writer.turn(after, turn, edit.keeps_thoughts),
+            lambda turn: _body(arm, space, f"{edit.name} {turn}"),
+        )
 
-    def _turn(
-        self, conversation: Conversation, edit: Edit, turn: int, added: Mapping[str, Any]
-    ) -> Answered:
-        messages = conversation.asked(turn)
-        prompt = self._writer.prompt(conversation, messages, edit.keeps_thoughts)
-        return self.ask(prompt, added, ANSWER_TOKENS)
+    def turn(self, edited: Edited, turn: int) -> Answered:
+        """Ask a turn behind an edit.
+
+        Raises:
+            BenchError: the prompt is too long, or the connector does not answer.
+        """
+        return self.ask(edited.prompt(turn), edited.body(turn), ANSWER_TOKENS)
+
+
+def _body(arm: Arm, space: str, request: str) -> Mapping[str, Any]:
+    """What is added to a request; vLLM's prefix cache ends at the space, too."""
+    return {"cache_salt": space, **arm.body(space, request)}

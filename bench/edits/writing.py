@@ -40,17 +40,17 @@ class Writer:
             messages=messages, tools=conversation.tools, keep_thoughts=keeps_thoughts
         )
 
-    def prompt(
-        self, conversation: Conversation, messages: Sequence[Message], keeps_thoughts: bool
-    ) -> list[int]:
-        """A prompt."""
-        return self._encoded(self.text(conversation, messages, keeps_thoughts))
+    def turn(self, conversation: Conversation, turn: int, keeps_thoughts: bool) -> list[int]:
+        """The prompt of a question, with the beginning of its answer."""
+        text = self.text(conversation, conversation.asked(turn), keeps_thoughts)
+        return self._encoded(text + conversation.questions[turn].begun)
 
     def history(self, conversation: Conversation, keeps_thoughts: bool) -> list[list[int]]:
         """The prompts of the tool loop, in order: each step's, and one with all of the loop."""
         ends = [*results(conversation.loop), len(conversation.loop) - 1]
         return [
-            self.prompt(conversation, conversation.loop[: end + 1], keeps_thoughts) for end in ends
+            self._encoded(self.text(conversation, conversation.loop[: end + 1], keeps_thoughts))
+            for end in ends
         ]
 
     def _encoded(self, text: str) -> list[int]:

@@ -2,6 +2,7 @@
 """Conversations whose context is edited: what is asked, and what becomes of the answers."""
 
 from itertools import pairwise
+from math import log
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from bench.agents.tokens import Tokens
 from bench.edits import command, resting
 from bench.edits.arms import ARMS
 from bench.edits.conversations import LATER_TURNS, Conversation, draw, results
-from bench.edits.distance import Apart
+from bench.edits.distance import divergence
 from bench.edits.edits import CUT, EDITS
 from bench.edits.figures import result_of
 from bench.edits.resting import Rested
@@ -57,7 +58,8 @@ def test_answers_are_in_the_later_results_of_tools(conversation: Conversation) -
     assert len(conversation.questions) == LATER_TURNS + 2
     for question in conversation.questions:
         title = question.text.removeprefix("How many euros does the ").partition(" cost")[0]
-        assert f"The {title} costs {question.right} euros" in later
+        assert question.answer == f"The {title} costs {question.right} euros."
+        assert question.answer.removesuffix(".") in later
     assert conversation.questions[0] != conversation.questions[-1]
 
 
@@ -114,8 +116,45 @@ def test_prompts_of_the_loop_only_grow(conversation: Conversation, writer: Write
         assert later[: len(earlier) - len("assistant\n")] == earlier[: -len("assistant\n")]
 
 
-def asked(arm: str, number: int, turn: int, ttft_s: float, **tokens: Any) -> Asked:
-    return Asked("date", number, arm, turn, ttft_s, arm != "shift", "", Tokens(**tokens))
+def test_a_turn_ends_with_the_beginning_of_its_answer(
+    conversation: Conversation, writer: Writer
+) -> None:
+    asked = "".join(map(chr, writer.turn(conversation, 2, False)))
+    question = conversation.questions[2]
+    assert asked.endswith(f"{question.text}<|im_end|>\n<|im_start|>assistant\n{question.begun}")
+    earlier = conversation.questions[1]
+    assert f"<|im_start|>assistant\n{earlier.answer}<|im_end|>" in asked
+
+
+def asked(
+    arm: str,
+    number: int,
+    turn: int,
+    ttft_s: float,
+    likely: float = 0.5,
+    is_right: bool = True,
+    **tokens: Any,
+) -> Asked:
+    likeliest = {"a": log(likely), "b": log(1 - likely)} if turn == 0 else {}
+    read = Tokens(**tokens)
+    return Asked("date", number, arm, turn, ttft_s, is_right, arm, read, likeliest)
+
+
+@pytest.mark.parametrize(
+    ("full", "mine", "apart"),
+    [
+        ({"a": 0.5, "b": 0.5}, {"a": 0.5, "b": 0.5}, 0.0),
+        ({"a": 0.5, "b": 0.5}, {"a": 0.25, "b": 0.75}, 0.5 * log(2) + 0.5 * log(2 / 3)),
+        # Half of both is not told, and neither is b of one: .7 against .4 are others.
+        ({"a": 0.3, "b": 0.2}, {"a": 0.6, "c": 0.1}, 0.3 * log(1 / 2) + 0.7 * log(7 / 4)),
+        ({"a": 1.0}, {"a": 0.5, "b": 0.5}, log(2)),
+    ],
+)
+def test_the_divergence_is_over_tokens_that_both_name(
+    full: dict[str, float], mine: dict[str, float], apart: float
+) -> None:
+    logarithms = [{token: log(p) for token, p in of.items()} for of in (full, mine)]
+    assert divergence(logarithms[0], logarithms[1]) == pytest.approx(apart)
 
 
 def test_figures_compare_each_conversation_with_the_prefix_cache() -> None:
@@ -125,27 +164,32 @@ def test_figures_compare_each_conversation_with_the_prefix_cache() -> None:
         moved = {"prompt": 100, "prefix": 20, "equal": 70, "computed": 8.0}
         found += [
             asked("none", number, 0, 9.0, prompt=100, computed=100.0),
+            asked("none", number, 1, 9.0, prompt=100, computed=100.0),
             asked("prefix", number, 0, slower, **full),
             asked("prefix", number, 1, slower, **full),
-            asked("once", number, 0, slower / 4, **moved),
-            asked("once", number, 1, slower / 2, **moved),
+            asked("once", number, 0, slower / 4, (0.5, 0.125, 0.25)[number], **moved),
+            asked("once", number, 1, slower / 2, is_right=number > 0, **moved),
             asked("shift", number, 0, slower / 8, **moved),
         ]
-    apart = [Apart("date", 0, "once", 0, kl, 1.0) for kl in (0.0, 0.5, 0.1)]
-    result = result_of(found, apart, "once")
+    result = result_of(found, "once")
     row = next(row for row in result["rows"] if row["arm"] == "once")
     assert row["at_ttft_over_prefix"] == 0.25
     assert row["later_ttft_over_prefix"] == 0.5
     assert row["at_work"] == 0.1
     assert row["at_known_share"] == 0.9
-    assert row["at_kl_p90"] == 0.5
+    far = 0.5 * log(4) + 0.5 * log(4 / 7)
+    assert row["at_kl_p90"] == pytest.approx(far)
+    assert row["at_kl_p50"] == pytest.approx(0.5 * log(2) + 0.5 * log(2 / 3))
+    assert row["at_agreement"] == 0
+    assert (row["at_right"], row["later_right"]) == (1.0, pytest.approx(2 / 3))
+    assert 0.5 <= row["right_over_full_low"] < 0.8 < row["right_over_full_high"] <= 1
     assert result["summary"] == {
         "arm": "once",
         "date_ttft_over_prefix": 0.25,
         "date_work": 0.1,
         "date_later_ttft_over_prefix": 0.5,
-        "date_right_over_full": 1.0,
-        "date_kl_p90": 0.5,
+        "date_right_over_full": pytest.approx(5 / 6),
+        "date_kl_p90": pytest.approx(far),
     }
 
 
@@ -165,7 +209,7 @@ def test_healing_is_compared_with_none() -> None:
 
 
 def test_what_was_not_measured_has_no_figures() -> None:
-    result = result_of([asked("once", 0, 0, 1.0, prompt=10, computed=10.0)], [], "once")
+    result = result_of([asked("once", 0, 0, 1.0, prompt=10, computed=10.0)], "once")
     assert result["summary"]["date_right_over_full"] is None
     assert result["summary"]["date_ttft_over_prefix"] is None
     assert result["rows"][0]["later_ttft_s"] is None
