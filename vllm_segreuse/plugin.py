@@ -84,6 +84,7 @@ def _install_front_end() -> None:
     from vllm_segreuse.compat import (
         api_server,
         async_llm,
+        detokenizer,
         input_processor,
         openai_protocols,
         openai_streams,
@@ -93,6 +94,7 @@ def _install_front_end() -> None:
     from vllm_segreuse.features.knowledge.naming import cut, named
     from vllm_segreuse.serve import application, batch_files, front, report, requests
 
+    detokenizer.install()
     input_processor.install(requests.check_params, requests.check_prompt)
     renderer.install(renderer.DocumentCallbacks(named.get, cut, requests.check_named))
     openai_streams.install(report.report_of)

@@ -17,7 +17,7 @@ from vllm_segreuse.engine.version import UnsupportedVersionError
 FLAGS = ["envs", "engine_args"]
 FRONT_END = {
     *("input_processor", "renderer", "openai_streams", "openai_protocols"),
-    *("async_llm", "api_server", "run_batch"),
+    *("async_llm", "api_server", "run_batch", "detokenizer"),
 }
 
 

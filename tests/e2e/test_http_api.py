@@ -22,6 +22,7 @@ from vllm_segreuse.serve.requests import ENDPOINTS
 pytestmark = pytest.mark.patches(
     "api_server",
     "async_llm",
+    "detokenizer",
     "engine_core",
     "envs",
     "omp_processes",
