@@ -32,9 +32,9 @@ def arrived(world: World, tokens: list[int], options: Any = OPTIONS, **fields: A
     return tracked
 
 
-def continues(tracked: TrackedRequest) -> bool:
+def continues(world: World, tracked: TrackedRequest) -> bool:
     """Whether it takes what an earlier turn has moved."""
-    return tracked.method.left_behind is not None
+    return parts_of(world.side).conversations.found in tracked.method.left_behind
 
 
 def test_documents_of_a_trained_model_and_a_bypass_end_the_request() -> None:
@@ -79,8 +79,38 @@ def test_prompts_with_images_restore_nothing() -> None:
 @pytest.mark.parametrize("other", [{"segreuse_policy": "exact"}, {"segreuse_documents": ["a/b"]}])
 def test_what_reuses_no_moved_text_takes_no_earlier_turn(other: dict[str, Any]) -> None:
     world = World()
-    assert continues(arrived(world, PROMPT, ONCE))
-    assert not continues(arrived(world, PROMPT, ONCE | other))
+    assert continues(world, arrived(world, PROMPT, ONCE))
+    assert not continues(world, arrived(world, PROMPT, ONCE | other))
+
+
+def test_an_equal_prompt_goes_before_an_earlier_turn() -> None:
+    world = World()
+    both, equal = arrived(world, PROMPT, ONCE), arrived(world, PROMPT)
+    assert len(equal.method.left_behind) == 1
+    assert len(both.method.left_behind) == 2
+    assert both.method.left_behind[1] == parts_of(world.side).conversations.found
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"segreuse_policy": "exact"}, {}),
+        ({"segreuse_documents": ["a/b"]}, {}),
+        ({}, {"sampling": {"prompt_logprobs": 1}}),
+    ],
+)
+def test_some_equal_prompts_are_carried_out_one_by_one(options: Any, fields: Any) -> None:
+    world = World()
+    assert arrived(world, PROMPT, OPTIONS).method.left_behind
+    assert not arrived(world, PROMPT, OPTIONS | options, **fields).method.left_behind
+
+
+def test_equal_prompts_of_a_namespace_that_has_drifted_are_carried_out_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(audit={"fallback": {"policy": "focus"}})
+    monkeypatch.setattr(parts_of(world.side).audits, "falls_back", lambda _: True)
+    assert not arrived(world, PROMPT).method.left_behind
 
 
 @pytest.mark.parametrize("fallback", [{"policy": "focus"}, "bypass"])
@@ -90,7 +120,7 @@ def test_a_namespace_that_has_drifted_takes_no_earlier_turn(
     world = World(audit={"fallback": fallback} if fallback != "bypass" else {})
     monkeypatch.setattr(parts_of(world.side).audits, "falls_back", lambda _: True)
     tracked = arrived(world, PROMPT, ONCE)
-    assert not continues(tracked)
+    assert not continues(world, tracked)
     assert (tracked.bypass == "fallback") is (fallback == "bypass")
 
 
@@ -186,7 +216,7 @@ SAME = OPTIONS | {"segreuse_context": "same"}
 def test_nothing_that_an_earlier_turn_has_moved_is_reused_in_the_same_context_only() -> None:
     world = World()
     mine = arrived(world, PROMPT, ONCE | SAME)
-    assert not continues(mine)
+    assert not continues(world, mine)
     assert isinstance(mine.method.finder, SameContextFinder)
     assert not isinstance(arrived(world, PROMPT, ONCE).method.finder, SameContextFinder)
     exact = arrived(world, PROMPT, SAME | {"segreuse_policy": "exact"})

@@ -85,7 +85,9 @@ class World:
             block_pool=self.pool,
             watermark_blocks=watermark_blocks,
             coordinator=SimpleNamespace(single_type_managers=[tables]),
+            get_block_ids=lambda request_id: (self.held[request_id],),
         )
+        self.held: dict[str, list[int]] = {}  # blocks of requests that go on
         group = KvGroup(0, {"layer": None}, SIZE)
         given, self.stats = SegReuseConfig(**options), SegReuseStats()
         self.side = scheduler_side(config, given, manager, self.stats, group, region, layout)

@@ -35,7 +35,7 @@ class SameContext(Feature):
             return
         inner = self._of_exact if found is self._by_content else found
         finder = SameContextFinder(inner, self._core.index)
-        tracked.method = replace(tracked.method, finder=finder, left_behind=None)
+        tracked.method = replace(tracked.method, finder=finder, left_behind=())
         self._finders[tracked.request_id] = finder
 
     def finished(self, ending: Ending) -> None:

@@ -82,6 +82,9 @@ class SimilarFinder:
         other._depths = self._depths.without_cuts()
         return other
 
+    def least_tokens(self, block_size: int) -> int:
+        return self._equal.least_tokens(block_size)
+
     def prepare(self, prompt: Prompt) -> None:
         self._equal.prepare(prompt)
         began = self._clock()

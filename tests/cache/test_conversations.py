@@ -300,9 +300,9 @@ def test_what_is_restored_is_left_to_the_prefix_cache() -> None:
     kept.begin_step()
     assert len(kept) == 2
     assert kept.found(prompt, 0, 40) == NOTHING_LEFT
-    assert kept.found(prompt, 3 * SIZE, 40) == (3 * SIZE, 5 * SIZE, [13, 14], 2)
-    assert kept.found(prompt, 4 * SIZE, 40) == (4 * SIZE, 5 * SIZE, [14], 2)
-    assert kept.found(prompt, 3 * SIZE, 4 * SIZE + 3) == (3 * SIZE, 4 * SIZE, [13], 2)
+    assert kept.found(prompt, 3 * SIZE, 40) == LeftBehind(3 * SIZE, 5 * SIZE, [13, 14], 2)
+    assert kept.found(prompt, 4 * SIZE, 40) == LeftBehind(4 * SIZE, 5 * SIZE, [14], 2)
+    assert kept.found(prompt, 3 * SIZE, 4 * SIZE + 3) == LeftBehind(3 * SIZE, 4 * SIZE, [13], 2)
 
 
 def test_in_a_namespace_that_has_drifted_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_a_policy_that_reuses_what_is_exact_only_ignores_it() -> None:
     tracked = parts_of(world.side).planner.get(request.request_id)
     assert tracked is not None
     assert tracked.method.finder.is_exact
-    assert tracked.method.left_behind is None
+    assert parts_of(world.side).conversations.found not in tracked.method.left_behind
 
 
 def test_an_error_ends_reuse_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,5 +398,5 @@ def test_nothing_is_left_out_of_what_a_pass_cannot_compute() -> None:
     for options, may in ((ONCE, True), (ONCE | {"segreuse_documents": ["kb/doc"]}, False)):
         tracked = parts_of(world.side).planner.get(world.add(NEXT, options).request_id)
         assert tracked is not None
-        continues = tracked.method.left_behind is not None
+        continues = parts_of(world.side).conversations.found in tracked.method.left_behind
         assert (tracked.method.work is not None) == continues == may

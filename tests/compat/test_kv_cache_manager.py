@@ -146,7 +146,7 @@ def test_a_prefix_hit_goes_on_with_what_an_earlier_turn_has_left() -> None:
         return LeftBehind(start, start + 3 * SIZE, [block.block_id for block in left], 0)
 
     tracked = managed.tracked(request)
-    tracked.method = replace(tracked.method, left_behind=found)
+    tracked.method = replace(tracked.method, left_behind=(found,))
     blocks, hit, _ = managed.manager.get_computed_blocks(request)
     assert hit == 5 * SIZE
     assert blocks.blocks == ([*exact, *left],)

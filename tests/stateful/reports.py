@@ -108,10 +108,11 @@ def _check_explanation(world: World, request: Request, report: Report) -> None:
 
 def _check_ending(world: World, request: Request, report: Report) -> None:
     """What the workers did is what the report says, though only they knew."""
+    taken = world.worker.taken.get(request.request_id, 0)
     ending = world.worker.endings.get(request.request_id)
     if (
         ending is None
-        or not report["reused_tokens"]  # its first admission had no plan
+        or report["reused_tokens"] == taken  # its first admission had no plan
         or request.status not in _COMPLETED  # it may have ended before they reported
         or request.request_id in world.worker.called_back
     ):
@@ -127,7 +128,8 @@ def _check_ending(world: World, request: Request, report: Report) -> None:
     assert report["in_full"] is too_far, f"{ending} where {max_drift} is allowed"
     tokens = report["reused_tokens"] + report["new_tokens"]
     work = report["computed_share"] * tokens
-    in_full = work > tokens - report["exact_tokens"]  # which are restored, whatever drifts
+    # What is restored, or taken of others, is not computed whatever drifts.
+    in_full = work > tokens - report["exact_tokens"] - taken
     assert in_full or not too_far, f"less than all was computed: {report}"
     world.counts["chosen by workers"] += report["policy"] == "peaks" and ending.recomputed > 0
     world.counts["drifts"] += ending.drift is not None

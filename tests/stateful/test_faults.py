@@ -354,7 +354,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[Callable[[], None], str]] = {
         test_world.test_a_request_preempted_in_the_step_that_scheduled_it_leaves_no_names,
         EXACT_NAME,
     ),
-    what_is_taken_of_an_earlier_turn_counts_as_exact: (_simulations(0), EXACT_NAME),
+    what_is_taken_of_an_earlier_turn_counts_as_exact: (_simulations(0), f"{EXACT_NAME}|too deep"),
     turns_of_other_namespaces_are_taken: (_simulations(0), "never saw block"),
     what_is_taken_of_an_earlier_turn_has_no_depth: (_simulations(0), "too deep|deeper provenance"),
     blocks_donate_in_the_step_that_computes_them: (_simulations(7), SAME_STEP),
@@ -377,7 +377,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[Callable[[], None], str]] = {
     admission_stays_closed: (_simulations(0), "free queue"),
     a_preempted_request_is_planned_with_its_old_tokens: (_simulations(2), "other tokens"),
     a_spread_plan_has_no_slot_for_the_token_behind_it: (_simulations(2), "is out of bounds"),
-    a_spread_plan_is_forgotten_when_its_request_runs: (_simulations(0), EXACT_NAME),
+    a_spread_plan_is_forgotten_when_its_request_runs: (_simulations(0), f"{EXACT_NAME}|too deep"),
     workers_carry_on_with_what_a_reset_has_called_back: (_reset, "its plan ended at"),
     a_reset_leaves_alone_what_is_set_aside: (_reset, "Failed to reset KV cache"),
     a_late_word_of_a_plan_that_was_called_back_counts: (_reset, "^$"),  # vLLM asserts

@@ -201,6 +201,7 @@ class Worker:
         self._isolates = isolates
         self.copied_tokens = self.exact_tokens = self.kept_tokens = 0
         self.left_behind: Callable[[str], LeftBehind] = lambda name: NOTHING_LEFT
+        self.taken: dict[str, int] = {}  # tokens of what was left behind, at first, by request
         """What the request with a name takes of an earlier turn."""
         self._identities = identities
         self._live = live
@@ -261,6 +262,7 @@ class Worker:
             running = Running(identity, seed, tokens, list(new.block_ids[0]))
             running.num_prompt_tokens = len(tokens)
             running.left = self.left_behind(new.req_id)
+            self.taken.setdefault(new.req_id, running.left.num_tokens)
             self._requests[new.req_id] = running
             starts[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
@@ -375,7 +377,9 @@ class Worker:
         ):
             where = f"{name}: block {at // size} restored from {Tier(tier).name} {block}"
             assert (length, offset, position) == (size, 0, at), f"{where}: it is moved"
-            assert tier == Tier.HOST or block not in written, f"{where}: written in this step"
+            slots = range(block * size, (block + 1) * size)
+            here = tier == Tier.HOST or written.isdisjoint(slots)
+            assert here, f"{where}: written in this step"
             history = self.rows.source(tier, block)[0]["history"].tolist()
             assert history == request.history[at : at + size], f"{where}: another prefix's KV"
         if len(pieces):
@@ -396,6 +400,7 @@ class Worker:
         request = Running(identity, seed, tokens, plan.block_ids.tolist())
         self.histories.of(identity, tokens, request.history)
         request.left = self.left_behind(name)
+        self.taken.setdefault(name, request.left.num_tokens)
         self._meet(request, plan.begin)
         return request
 
@@ -426,16 +431,15 @@ class Worker:
         scheduled: dict[str, int],
         starts: dict[str, int],
     ) -> set[int]:
-        """Blocks in which this step writes."""
+        """Slots that this step writes."""
         spans = [(self._requests[i], starts[i], starts[i] + n) for i, n in scheduled.items()]
         under_way = [(spread.plan, spread.request) for spread in self._spread.values()]
         for plan, request in [*zip(plans, requests, strict=True), *under_way]:
             spans.append((request, plan.begin, plan.start + plan.num_written))
-        blocks: set[int] = set()
+        slots: set[int] = set()
         for request, start, stop in spans:
-            slots = self.slots(request.blocks, start, stop)
-            blocks |= set((slots // self.block_size).tolist())
-        return blocks
+            slots.update(self.slots(request.blocks, start, stop).tolist())
+        return slots
 
     def check_plan(
         self,
@@ -487,7 +491,8 @@ class Worker:
             where = f"{name}: {length} tokens at {destination} from block {block}+{offset}"
             if tier == Tier.GPU:
                 assert block in plan.donor_blocks, f"{where}: the block is not among the pinned"
-                assert block not in written, f"{where}: the block is written in the same step"
+                slots = range(block * size + offset, block * size + offset + length)
+                assert written.isdisjoint(slots), f"{where}: the block is written in the same step"
             assert 0 <= offset < offset + length <= size, f"{where}: outside of the block"
             assert plan.start <= destination <= plan.stop - length, f"{where}: outside of the plan"
             held, known = self.rows.source(tier, block)
@@ -501,7 +506,9 @@ class Worker:
             assert token[span].tolist() == wanted, f"{epoch} holds {token[span]}, not {wanted}"
             moved = np.arange(destination, destination + length)
             assert (position[span] == moved).all(), f"{epoch}: other positions than planned"
-            copies = int(tags["copied"].sum())
+            # Of an equal prompt it is taken as it is, and not turned once more.
+            is_turned = not in_context or destination != donor_position
+            copies = int(tags["copied"].sum()) * is_turned
             assert not copies or compressed, f"{epoch}: a copy of a copy"
             is_deep = tags["depth"].max() > plan.donor_depth + in_context
             assert not is_deep or compressed, f"{epoch}: too deep"

@@ -374,7 +374,8 @@ class World:
         self.pause(PauseState.UNPAUSED)
         self.sessions.close()
         audits = self.setup.audits * 30
-        for _ in range(50 + 40 * (len(self.live) + audits)):
+        parts = 600 if self.setup.heal_tokens else 0  # of 64 turns, as many as may wait
+        for _ in range(50 + parts + 40 * (len(self.live) + audits)):
             if self.live:
                 self.step()
             elif self.under_way:

@@ -28,6 +28,10 @@ class Finder(Protocol):
         """What is asked of the similar segments that it finds."""
         return NO_HALO
 
+    def least_tokens(self, block_size: int) -> int:
+        """Fewer tokens are not searched for."""
+        return block_size
+
     def prepare(self, prompt: Prompt) -> None:
         """A request arrived. Runs outside of `schedule()`, so what takes time belongs here."""
         return  # the method is no abstract one
@@ -79,6 +83,9 @@ class FinderAround(Finder):
 
     def prepare(self, prompt: Prompt) -> None:
         self._finder.prepare(prompt)
+
+    def least_tokens(self, block_size: int) -> int:
+        return self._finder.least_tokens(block_size)
 
     def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
         return self._finder.plan_stop(matches, start, stop)

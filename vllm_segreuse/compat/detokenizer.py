@@ -57,7 +57,8 @@ def _is_text(text: str) -> bool:
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, tokenizer: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        skips, incomplete = request.sampling_params.skip_special_tokens, []
+        skips = request.sampling_params.skip_special_tokens
+        incomplete: list[int] = []
         if request.prompt_token_ids:
 
             def decode(ids: Sequence[int]) -> str:

@@ -29,6 +29,7 @@ FEATURES = (
     "segreuse_extras.similar",
     "vllm_segreuse.features.conversations",
     "segreuse_extras.context",
+    "vllm_segreuse.features.coalescing",
     "segreuse_extras.healing",
     "vllm_segreuse.features.tier",
     "segreuse_extras.explain",

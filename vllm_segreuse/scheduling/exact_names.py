@@ -62,14 +62,17 @@ class ExactNames:
         return tracked.left_behind.block_ids
 
     def _left_behind(self, tracked: TrackedRequest, start: int, stop: int) -> LeftBehind:
-        find, size = tracked.method.left_behind, self._block_size
-        if find is None or not self._planner.reuses or tracked.mode is not Use.REUSE:
+        finders, size = tracked.method.left_behind, self._block_size
+        if not finders or not self._planner.reuses or tracked.mode is not Use.REUSE:
             return NOTHING_LEFT
         next_block = min(stop, start + size)
         if tracked.restores and restorable(tracked.prompt, start, next_block, size).num_tokens:
             return NOTHING_LEFT  # what is exact goes before
-        found = find(tracked.prompt, start, stop)
-        return found if found.num_tokens >= tracked.method.min_reused_tokens else NOTHING_LEFT
+        for find in finders:
+            found = find(tracked.prompt, start, stop)
+            if found.num_tokens >= tracked.method.min_reused_tokens:
+                return found
+        return NOTHING_LEFT
 
     def allocation_failed(self, request_id: str, blocks: int) -> None:
         """A request that pins donors would wait for these for ever: it gives up as many next."""

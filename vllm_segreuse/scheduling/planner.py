@@ -174,7 +174,7 @@ class Planner:
         """A request with extra keys arrived; its search is prepared outside of `schedule()`."""
         self._requests[tracked.request_id] = tracked
         if tracked.bypass is None:
-            tracked.method.finder.prepare(tracked.prompt)
+            tracked.method_in_force.finder.prepare(tracked.prompt)
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request, if it has extra keys and has not ended."""
@@ -267,7 +267,7 @@ class Planner:
         until, others = restored.pieces.stop or start, NOTHING
         if tracked.bypass is None and until < stop:
             matches = self._match(tracked, until, stop)
-            others = by_tier(matches, self._tier, whole=tracked.method.finder.is_exact)
+            others = by_tier(matches, self._tier, whole=tracked.method_in_force.finder.is_exact)
         both = restored.merged(others) if restored.num_tokens else others
         return self._worth_it(tracked, _Found(both, until), start)
 
@@ -277,7 +277,7 @@ class Planner:
         Args:
             start: of what was searched for.
         """
-        least = tracked.method.min_reused_tokens
+        least = tracked.method_in_force.min_reused_tokens
         is_alone = found.exact_until > start and found.others.num_tokens < least
         if is_alone or tracked.bypass is not None:
             # What is exact stays so: a few tokens are not worth an approximation of the rest.
@@ -347,7 +347,7 @@ class Planner:
             prompt - start - copied,
             int(left > 0) + tracked.decision.num_segments,
             None,
-            exact_tokens=copied if tracked.method.finder.is_exact else plan.num_restored,
+            exact_tokens=copied if tracked.method_in_force.finder.is_exact else plan.num_restored,
             similar_tokens=plan.pieces.num_similar,
             entering_tokens=plan.num_entering,
             tiered_tokens=plan.copied.num_tiered,
@@ -376,7 +376,8 @@ class Planner:
             return None
         if not self.enabled:
             return "disabled"
-        if available < max(tracked.method.min_reused_tokens, self._block_size):
+        method = tracked.method_in_force
+        if available < max(method.min_reused_tokens, method.finder.least_tokens(self._block_size)):
             return tracked.bypass or "too_few_tokens"
         if self.observes or tracked.mode is Use.OBSERVE:
             return tracked.bypass
@@ -387,10 +388,10 @@ class Planner:
         return 0
 
     def _match(self, tracked: TrackedRequest, start: int, stop: int) -> Matches:
-        matches = tracked.method.finder.remembered(tracked.prompt, start, stop)
+        matches = tracked.method_in_force.finder.remembered(tracked.prompt, start, stop)
         if matches is None:
             began = self._clock()
-            matches = tracked.method.finder.find(tracked.prompt, start, stop)
+            matches = tracked.method_in_force.finder.find(tracked.prompt, start, stop)
             ended = self._clock()
             tracked.decision.searched_s = (began, ended)
             self._on_match(ended - began)
@@ -417,11 +418,12 @@ class Planner:
             restoration = Restoration(next(self._restorations), found.restored, ids)
         recipe = Recipe.without_choice(np.zeros(0, np.bool_))
         if len(pieces):
-            stop = tracked.method.finder.plan_stop(matches, start, stop)
-            later = 0.0 if tracked.method.later_turns is None else tracked.method.later_turns()
-            halo = tracked.method.finder.halo
+            method = tracked.method_in_force
+            stop = method.finder.plan_stop(matches, start, stop)
+            later = 0.0 if method.later_turns is None else method.later_turns()
+            halo = method.finder.halo
             pieces, wanted = least_work(
-                tracked.method.make_recipe, tracked.method.work, pieces, start, stop, later, halo
+                method.make_recipe, method.work, pieces, start, stop, later, halo
             )
             if wanted is None and restoration is not None:
                 found = found.alone()
@@ -459,7 +461,7 @@ class Planner:
             donor_depth=matches.max_depth,
             next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
             token_at_stop=int(tokens[stop]) if stop < len(tokens) else None,
-            max_drift=tracked.method.max_drift,
+            max_drift=tracked.method_in_force.max_drift,
             reports=recipe.program.reports or restoration is not None or tracked.is_required,
             lora_id=tracked.tags.lora_id,
             trace_headers=tracked.tags.trace_headers,
@@ -494,7 +496,7 @@ class Planner:
         idle = self._pins.idle(donors).difference(state.idle)
         has_images = tracked.prompt.images is not None
         kept = kept_without(matches.pieces, idle, missing, found.exact_until, has_images)
-        part = tracked.method.finder.part(tracked.prompt, matches, kept, start, stop)
+        part = tracked.method_in_force.finder.part(tracked.prompt, matches, kept, start, stop)
         if part is None:
             return None
         until = end_without_hole(part.pieces, start, found.exact_until)

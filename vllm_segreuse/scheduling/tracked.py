@@ -81,29 +81,7 @@ MakeRecipe = Callable[[BoolArray, Segments], Recipe | None]
 wants takes as long as to compute all."""
 
 
-class LeftBehind(NamedTuple):
-    """Blocks that an earlier turn has left behind an exact prefix, with moved text.
-
-    Attributes:
-        start, stop: tokens of the prompt that they hold, in whole blocks.
-        block_ids: in order.
-        donor_depth: of what they were moved from (`ReusePlan.donor_depth`).
-    """
-
-    start: int
-    stop: int
-    block_ids: list[int]
-    donor_depth: int
-
-    @property
-    def num_tokens(self) -> int:
-        """That are not computed."""
-        return self.stop - self.start
-
-
-NOTHING_LEFT = LeftBehind(TO_THE_END, TO_THE_END, [], -1)
-
-FindLeftBehind = Callable[[Prompt, int, int], LeftBehind]
+FindLeftBehind = Callable[[Prompt, int, int], "LeftBehind"]
 """Takes a prompt, where its prefix hit ends, and where the search does."""
 
 
@@ -120,7 +98,7 @@ class Method:
             None: a share to recompute is given, or images or named documents are reused.
         later_turns: expected later turns that would find the prompt if it were computed in full.
         max_drift: see `ReusePlan`.
-        left_behind: finds what an earlier turn has left, which is taken as it is; None: nothing is.
+        left_behind: find what others have left, which is taken as it is; the first goes before.
     """
 
     policy: str
@@ -130,7 +108,33 @@ class Method:
     work: Callable[[Recipe], int] | None = None
     later_turns: Callable[[], float] | None = None
     max_drift: float = math.inf
-    left_behind: FindLeftBehind | None = None
+    left_behind: tuple[FindLeftBehind, ...] = ()
+
+
+class LeftBehind(NamedTuple):
+    """Blocks that an earlier turn, or an equal prompt, has left behind an exact prefix, with moved
+    text.
+
+    Attributes:
+        start, stop: tokens of the prompt that they hold, in whole blocks.
+        block_ids: in order.
+        donor_depth: of what they were moved from (`ReusePlan.donor_depth`).
+        behind: how what is behind them is found and computed; None: as in other requests.
+    """
+
+    start: int
+    stop: int
+    block_ids: list[int]
+    donor_depth: int
+    behind: Method | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """That are not computed."""
+        return self.stop - self.start
+
+
+NOTHING_LEFT = LeftBehind(TO_THE_END, TO_THE_END, [], -1)
 
 
 class Use(Enum):
@@ -207,7 +211,7 @@ class TrackedRequest:
             (`segreuse_extras/compressed/`): no block that ends there gets an exact name, is part
             of its prefix hit, or is restored.
         tags: of its plans.
-        left_behind: what it takes of an earlier turn, by the last lookup of its prefix hit.
+        left_behind: what it takes of others, by the last lookup of its prefix hit.
         plan: the plan in force for its current blocks.
         observed: the plan that would have been carried out.
         report: outcome of its first admission.
@@ -235,6 +239,11 @@ class TrackedRequest:
     def num_tokens(self) -> int:
         """Tokens known so far."""
         return len(self.prompt.tokens)
+
+    @property
+    def method_in_force(self) -> Method:
+        """How what is behind its prefix hit, and what it takes of others, is found and computed."""
+        return self.left_behind.behind or self.method
 
     @property
     def bypass(self) -> str | None:

@@ -49,7 +49,7 @@ class Continued(Feature):
         if asked.recompute_once and is_moved:
             if options.recompute_ratio != 1.0:
                 found = self.conversations.found
-                tracked.method = replace(tracked.method, left_behind=found)
+                tracked.method = replace(tracked.method, left_behind=(found,))
             self.conversations.take_part(tracked.request_id)
         elif asked.weigh_turns:
             tracked.method = replace(tracked.method, later_turns=self.later_turns)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal prompts at once: one is carried out, and the others take its KV as it is.
+
+the first    | prefix | moved, computed  . . . . . . |part|      its whole blocks, and part of one
+the others   | prefix | the same blocks              |copy| 1    they compute the last token
+
+vLLM does so by its prefix cache, which finds exact blocks only: `n` sequences of a request, equal
+prompts of a list, retries and rollouts would each move and compute the same text. Here a request
+waits while an equal one is computed, and takes its blocks then, as a prefix hit is taken. The last
+block, which each goes on to fill, is copied up to the last token. Nothing is taken from a request
+that has ended: vLLM may give its blocks to others.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vllm_segreuse.cache.finder import Finder
+from vllm_segreuse.cache.matcher import Matches
+from vllm_segreuse.cache.prompt import Prompt
+from vllm_segreuse.options.request import PolicyOptions
+from vllm_segreuse.plan import BoolArray, Pieces, Recipe, Segments
+from vllm_segreuse.scheduling.core import Core
+from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
+from vllm_segreuse.scheduling.making import Making
+from vllm_segreuse.scheduling.tracked import (
+    NOTHING_LEFT,
+    LeftBehind,
+    Method,
+    TrackedRequest,
+    Use,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class _Key(NamedTuple):
+    """What equal requests have in common. vLLM's chained hash of a block covers all text up to its
+    end, the salt, the adapter, and images."""
+
+    namespace: int
+    blocks: bytes
+    part: bytes
+    options: PolicyOptions
+
+
+class Coalescing(Feature):
+    """Of one engine.
+
+    Args:
+        core: of the engine.
+    """
+
+    name = "coalescing"
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._keys: dict[str, _Key] = {}
+        # Those that hold the KV of a prompt, or compute it, in the order in which they came.
+        self._holders: dict[_Key, dict[str, Request]] = {}
+
+    def admit(self, arriving: Arriving) -> None:
+        """Let it take what an equal request has computed."""
+        request, tracked = arriving.request, arriving.tracked
+        if tracked.mode is not Use.REUSE or tracked.names_documents:
+            return
+        if not arriving.is_text or not arriving.takes_turns or arriving.options.policy == "exact":
+            return
+        whole = len(tracked.prompt.tokens) // self._core.block_size
+        blocks = tracked.prompt.names(whole - 1, whole)
+        if not whole or not blocks:
+            return
+        part = tracked.prompt.tokens[whole * self._core.block_size :].tobytes()
+        key = _Key(tracked.prompt.namespace, blocks[0], part, arriving.options)
+        self._keys[request.request_id] = key
+        find = functools.partial(self._find, key, tracked)
+        finders = (find, *tracked.method.left_behind)
+        tracked.method = replace(tracked.method, left_behind=finders)
+
+    def waits(self, request: Request, tracked: TrackedRequest | None, num_hit_tokens: int) -> bool:
+        """Whether an equal request is computed just now."""
+        key = self._keys.get(request.request_id)
+        if key is None or request.num_tokens > request.num_prompt_tokens:
+            return False
+        holders = self._live(key)
+        return bool(holders) and not any(map(_is_computed, holders))
+
+    def allocated(self, admitted: Admitted) -> None:
+        """What holds moved text may be taken; the others hold exact blocks, which vLLM finds."""
+        request = admitted.request
+        key = self._keys.get(request.request_id)
+        if key is None or request.num_tokens > request.num_prompt_tokens:
+            return
+        if admitted.tracked.donor_depth >= 0:
+            self._holders.setdefault(key, {})[request.request_id] = request
+
+    def finished(self, ending: Ending) -> None:
+        """Its blocks are not its own any more."""
+        self.called_back(ending.request.request_id)
+        self._keys.pop(ending.request.request_id, None)
+
+    def called_back(self, request_id: str) -> None:
+        """It loses its blocks."""
+        key = self._keys.get(request_id)
+        if key in self._holders:
+            self._drop(key, request_id)
+
+    @property
+    def num_known(self) -> int:
+        """Requests that may take something, and those that others take something of."""
+        return len(self._keys) + sum(map(len, self._holders.values()))
+
+    def _drop(self, key: _Key, request_id: str) -> None:
+        self._holders[key].pop(request_id, None)
+        if not self._holders[key]:
+            del self._holders[key]
+
+    def _live(self, key: _Key) -> list[Request]:
+        """Requests that hold their blocks: who was preempted does not."""
+        from vllm.v1.request import RequestStatus
+
+        holding = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        for request in [*self._holders.get(key, {}).values()]:
+            if request.status not in holding:
+                self._drop(key, request.request_id)
+        return [*self._holders.get(key, {}).values()]
+
+    def _find(
+        self, key: _Key, tracked: TrackedRequest, prompt: Prompt, start: int, stop: int
+    ) -> LeftBehind:
+        """What a request takes of an equal one; see `FindLeftBehind`."""
+        holder = next(filter(_is_computed, self._live(key)), None)
+        # Who was preempted has generated tokens, too.
+        if holder is None or stop != holder.num_prompt_tokens - 1:
+            return NOTHING_LEFT
+        size, depth = self._core.block_size, self._core.requests[holder.request_id].donor_depth
+        blocks = self._core.group.of(self._core.manager.get_block_ids(holder.request_id))
+        last = stop // size
+        left = LeftBehind(start, last * size, [*blocks[start // size : last]], depth)
+        if left.stop == stop:
+            return left
+        part = Pieces.from_table([(left.stop, stop - left.stop, blocks[last], 0, left.stop)])
+        matches = Matches.of(replace(part, in_context=np.ones(1, np.bool_)), depth)
+        return left._replace(behind=Method(tracked.method.policy, _HeldPart(matches), _as_it_is))
+
+
+def _is_computed(request: Request) -> bool:
+    """Whether an earlier step has computed its prompt. vLLM counts what a spread plan supplies as
+    computed while it is set aside for that."""
+    from vllm.v1.request import RequestStatus
+
+    runs = request.status == RequestStatus.RUNNING
+    return bool(runs and request.num_computed_tokens >= request.num_prompt_tokens)
+
+
+class _HeldPart(Finder):
+    """Tokens of a block that an equal prompt holds.
+
+    Args:
+        matches: that copy them.
+    """
+
+    is_exact = False
+
+    def __init__(self, matches: Matches) -> None:
+        self._matches = matches
+
+    def least_tokens(self, block_size: int) -> int:
+        return 1
+
+    def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        return self._matches
+
+    def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
+        return self._matches
+
+
+def _as_it_is(reused: BoolArray, segments: Segments) -> Recipe:
+    """Nothing of it is computed again."""
+    return Recipe.without_choice(np.logical_not(reused))
+
+
+def start(making: Making) -> Coalescing:
+    """That of an engine."""
+    return Coalescing(making.core)
