@@ -15,6 +15,7 @@ from bench import harness
 
 SUITES = {
     "ttft": "time to the first token: full prefill against segment reuse",
+    "host": "what a first token costs beside the model, by part",
     "lookup": "finding segments among 100,000 and 1,000,000 indexed blocks",
     "similar": "similar segments: cost, precision and recall, and what they add (synthetic)",
     "demo": "what `make demo` shows, as figures; with --model DIR: that model's answers",

@@ -333,6 +333,13 @@ _BENCH: dict[str, Any] = {
 BENCH: dict[str, Shape] = {
     "bench8": Shape("qwen3", _BENCH | {"num_hidden_layers": 8}, "benchmarks and demo"),
     "bench28": Shape("qwen3", _BENCH | {"num_hidden_layers": 28}, "as deep as a model of 1.5 B"),
+    "host": Shape(
+        "qwen3",
+        _BENCH
+        | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
+        | {"max_position_embeddings": 131072},
+        "costs next to nothing: what is left is the host's",
+    ),
 }
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
 attention, yet a run is over in minutes."""

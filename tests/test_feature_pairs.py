@@ -97,6 +97,7 @@ def test_an_equal_prompt_goes_before_an_earlier_turn() -> None:
         ({"segreuse_policy": "exact"}, {}),
         ({"segreuse_documents": ["a/b"]}, {}),
         ({}, {"sampling": {"prompt_logprobs": 1}}),
+        ({}, {"resumable": True}),
     ],
 )
 def test_some_equal_prompts_are_carried_out_one_by_one(options: Any, fields: Any) -> None:

@@ -17,7 +17,7 @@ NONE, PREFIX, CONTENT, SIMILAR = "none", "prefix", "content", "similar"
 CLOSE, TESTED, STATES = "similar-close", "similar-tested", "similar-states"
 ONCE, UNWEIGHED = "similar-once", "similar-unweighed"
 SERVER: Mapping[str, Any] = MappingProxyType(
-    # Those of `configs/agents.yaml`.
+    # Those that `configs/agents.yaml` had when these arms were first compared.
     {"min_reused_tokens": 64, "max_provenance_depth": 8, "weigh_turns": True, "similarity": {}}
 )
 """Options of the server that all arms have which say nothing else."""

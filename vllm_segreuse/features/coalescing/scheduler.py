@@ -69,6 +69,8 @@ class Coalescing(Feature):
         request, tracked = arriving.request, arriving.tracked
         if tracked.mode is not Use.REUSE or tracked.names_documents:
             return
+        if request.resumable:
+            return  # it is another prompt once its next part has come
         if not arriving.is_text or not arriving.takes_turns or arriving.options.policy == "exact":
             return
         whole = len(tracked.prompt.tokens) // self._core.block_size
