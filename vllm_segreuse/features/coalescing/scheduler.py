@@ -29,6 +29,7 @@ from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
 from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.tracked import (
     NOTHING_LEFT,
+    FindLeftBehind,
     LeftBehind,
     Method,
     TrackedRequest,
@@ -80,7 +81,7 @@ class Coalescing(Feature):
         part = tracked.prompt.tokens[whole * self._core.block_size :].tobytes()
         key = _Key(tracked.prompt.namespace, blocks[0], part, arriving.options)
         self._keys[request.request_id] = key
-        find = functools.partial(self._find, key, tracked)
+        find: FindLeftBehind = functools.partial(self._find, key, tracked)
         finders = (find, *tracked.method.left_behind)
         tracked.method = replace(tracked.method, left_behind=finders)
 
