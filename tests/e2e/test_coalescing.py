@@ -72,7 +72,7 @@ def test_n_answers_are_computed_as_one_and_are_those_of_one(
             running.ask(document, options=options, max_tokens=1)
         steps = Steps(running, monkeypatch)
         answers = running.children(
-            prompt, options, n=n, max_tokens=4, temperature=0.0, ignore_eos=True
+            prompt, options, n=n, max_tokens=4, temperature=1.0, seed=n, ignore_eos=True
         )
         found[n] = answers, steps.take() - n * 3  # each generates three tokens behind the first
         monkeypatch.undo()
@@ -80,8 +80,10 @@ def test_n_answers_are_computed_as_one_and_are_those_of_one(
     (one,), tokens = found[1]
     assert one.report["reused_tokens"] > 500
     assert found[N][1] == tokens + N - 1, "the others compute their last token"
-    for answer in found[N][0]:
-        assert_same(answer, one, 1e-4)
+    for answer in found[N][0]:  # what they sample differs
+        mine, its = answer.logprobs[0], one.logprobs[0]
+        assert len(mine.keys() & its.keys()) >= 8
+        assert all(abs(mine[token] - its[token]) < 1e-4 for token in mine.keys() & its.keys())
 
 
 def test_equal_prompts_of_a_list_and_others_among_them(
