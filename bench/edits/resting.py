@@ -91,14 +91,14 @@ def _rested(
     client.reset()
     edited = client.edited(before, edit, arm)
     ended = _healings(client)
-    client.turn(edited, 0)
+    client.ask(edited.prompt(0), edited.body(0), serving.ANSWER_TOKENS)
     others = _others(client, Random(f"others {before.number}"))
     until = time.monotonic() + MOST_REST_S
     while heals and _healings(client) == ended:
         if time.monotonic() > until:
             raise harness.BenchError(f"a turn was not healed within {MOST_REST_S:.0f} s")
         time.sleep(0.2)
-    found = client.turn(edited, 1)
+    found = client.ask(edited.prompt(1), edited.body(1), serving.ANSWER_TOKENS)
     tokens = found.tokens
     return Rested(heals, before.number, tokens.prompt, tokens.prefix, found.ttft_s, tuple(others))
 

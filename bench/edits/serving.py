@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from bench.agents.arms import Arm
-from bench.agents.completions import Answered, Completions, serving
+from bench.agents.completions import Completions, serving
 from bench.agents.tokens import Tokens
 from bench.edits.conversations import LATER_TURNS, Conversation
 from bench.edits.distance import MOST_LOGPROBS, Likeliest
@@ -113,10 +113,11 @@ class Client(Completions):
         """
         edited, asked = self.edited(before, edit, arm), []
         for turn in range(LATER_TURNS + 1):
-            found = self.turn(edited, turn)
+            prompt, body = edited.prompt(turn), edited.body(turn)
+            found = self.ask(prompt, body, ANSWER_TOKENS)
             likeliest: Likeliest = {}
             if turn in COMPARED:
-                likeliest = self.likeliest(edited.prompt(turn), edited.body(turn), MOST_LOGPROBS)
+                likeliest = self.likeliest(prompt, body, MOST_LOGPROBS)
             at = (edit.name, before.number, arm.name, turn)
             right = edited.after.questions[turn].right in found.said
             asked.append(Asked(*at, found.ttft_s, right, found.said, found.tokens, likeliest))
@@ -144,14 +145,6 @@ class Client(Completions):
             lambda turn: self._writer.turn(after, turn, edit.keeps_thoughts),
             lambda turn: _body(arm, space, f"{edit.name} {turn}"),
         )
-
-    def turn(self, edited: Edited, turn: int) -> Answered:
-        """Ask a turn behind an edit.
-
-        Raises:
-            BenchError: the prompt is too long, or the connector does not answer.
-        """
-        return self.ask(edited.prompt(turn), edited.body(turn), ANSWER_TOKENS)
 
 
 def _body(arm: Arm, space: str, request: str) -> Mapping[str, Any]:

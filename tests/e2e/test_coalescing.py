@@ -58,13 +58,9 @@ def options_of(policy: str) -> dict[str, Any]:
 def test_n_answers_are_computed_as_one_and_are_those_of_one(
     policy: str, running: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, options, steps = Prompts(running.vocab_size, seed=90), options_of(policy), None
-    documents, before, after = (
-        [text.tokens(300) for _ in range(2)],
-        text.tokens(40),
-        text.tokens(45),
-    )
-    prompt = [*before, *documents[1], *documents[0], *after]
+    text, options = Prompts(running.vocab_size, seed=90), options_of(policy)
+    documents = [text.tokens(300) for _ in range(2)]
+    prompt = text.around(*reversed(documents))
     found = {}
     for n in (1, N):
         running.reset()

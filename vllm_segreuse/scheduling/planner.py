@@ -174,7 +174,7 @@ class Planner:
         """A request with extra keys arrived; its search is prepared outside of `schedule()`."""
         self._requests[tracked.request_id] = tracked
         if tracked.bypass is None:
-            tracked.method_in_force.finder.prepare(tracked.prompt)
+            tracked.method.finder.prepare(tracked.prompt)
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request, if it has extra keys and has not ended."""

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
@@ -38,6 +39,8 @@ from vllm_segreuse.scheduling.tracked import (
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+_HOLDING = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 class _Key(NamedTuple):
@@ -125,13 +128,10 @@ class Coalescing(Feature):
 
     def _live(self, key: _Key) -> list[Request]:
         """Requests that hold their blocks: who was preempted does not."""
-        from vllm.v1.request import RequestStatus
-
-        holding = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
-        for request in [*self._holders.get(key, {}).values()]:
-            if request.status not in holding:
-                self._drop(key, request.request_id)
-        return [*self._holders.get(key, {}).values()]
+        holders = self._holders.get(key, {})
+        for name in [name for name, it in holders.items() if it.status not in _HOLDING]:
+            self._drop(key, name)
+        return [*holders.values()]
 
     def _find(
         self, key: _Key, tracked: TrackedRequest, prompt: Prompt, start: int, stop: int
@@ -155,8 +155,6 @@ class Coalescing(Feature):
 def _is_computed(request: Request) -> bool:
     """Whether an earlier step has computed its prompt. vLLM counts what a spread plan supplies as
     computed while it is set aside for that."""
-    from vllm.v1.request import RequestStatus
-
     runs = request.status == RequestStatus.RUNNING
     return bool(runs and request.num_computed_tokens >= request.num_prompt_tokens)
 
