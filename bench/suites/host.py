@@ -7,7 +7,7 @@ A model that costs next to nothing (two layers of 64 channels) is asked prompts 
 - `plain`: new to everybody, without extra keys; not the longest.
 - `hit`: all but a question of 64 tokens is in vLLM's prefix cache.
 - `shift`, `focus`: so is most of it, but elsewhere: four documents in another order, with 37 new
-  tokens in front. With extra keys.
+  tokens in front, and some behind the first one. With extra keys.
 
 Functions are wrapped (`bench/stopwatch.py`), each part counts what no other one does, and `else` is
 the rest of the time to the first token. Arms take turns; figures are medians. An engine without the
@@ -107,7 +107,7 @@ def _measured(llm: Any, plugin: bool, size: int, rounds: int) -> list[harness.Ro
 
 
 class _Prompts:
-    """Documents that stay, and prompts that never come twice.
+    """Documents that stay, in whole blocks, and prompts that never come twice.
 
     Args:
         size: tokens of a prompt.
@@ -115,7 +115,9 @@ class _Prompts:
 
     def __init__(self, size: int) -> None:
         self._random = random.Random(size)
-        self.document_tokens = (size - PREAMBLE_TOKENS - QUESTION_TOKENS) // DOCUMENTS
+        each = (size - PREAMBLE_TOKENS - QUESTION_TOKENS) // DOCUMENTS
+        self.document_tokens = each // engine.BLOCK_TOKENS * engine.BLOCK_TOKENS
+        self._rest = size - PREAMBLE_TOKENS - DOCUMENTS * self.document_tokens - QUESTION_TOKENS
         self.documents = [self._fresh(self.document_tokens) for _ in range(DOCUMENTS)]
         self._orders = itertools.cycle(list(itertools.permutations(range(DOCUMENTS)))[1:])
         self._cached = self._fresh(size - QUESTION_TOKENS)
@@ -127,7 +129,8 @@ class _Prompts:
             return self._fresh(self._size), None
         if arm == "hit":
             return [*self._cached, *self._fresh(QUESTION_TOKENS)], None
-        body = [token for index in next(self._orders) for token in self.documents[index]]
+        first, *others = (self.documents[index] for index in next(self._orders))
+        body = [*first, *self._fresh(self._rest), *(token for it in others for token in it)]
         prompt = [*self._fresh(PREAMBLE_TOKENS), *body, *self._fresh(QUESTION_TOKENS)]
         return prompt, {"extra_keys": _NAMESPACE, "segreuse_policy": arm}
 

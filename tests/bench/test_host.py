@@ -127,6 +127,8 @@ def test_all_prompts_of_a_size_are_as_long(asked: list[Any]) -> None:
     host.run(quick=True)
     documents = 2 * host.DOCUMENTS  # that are made known
     lengths = [length for _, length, _ in asked]
+    blocks = [length % host.engine.BLOCK_TOKENS for length in lengths if length < 257]
+    assert blocks == [0] * documents, "what is behind the last whole block is not found again"
     assert {512, 1024} <= {*lengths}
     assert sum(length < 256 + 1 for length in lengths) == documents
     plain = [length for _, length, extra in asked if extra is None and length == 1024]
