@@ -273,11 +273,25 @@ def test_as_much_of_a_context_is_kept(donor: str, prompt: str, kept: list[int]) 
     pieces = ContentFinder(index, MAX_DEPTH).find(asked, 0, stop).pieces
     assert (pieces.kept // SIZE).tolist() == kept
     changed = pieces.segments(0).changed
-    first = pieces.starts
-    both = pieces.position[first] + pieces.destination[first]
-    expected = np.where(pieces.in_context[first], 0, 1 - 2 * pieces.kept[first] / (both + 1e-9))
-    assert changed == pytest.approx(expected)
-    assert ((changed >= 0) & (changed <= 1)).all()
+    first = np.flatnonzero(pieces.starts)
+    ends = [*first[1:], len(pieces)]
+    for share, one, end in zip(changed, first, ends, strict=True):
+        tokens = np.arange(pieces.length[one:end].sum()) + 0.5
+        both = pieces.position[one] + pieces.destination[one]
+        only = 0 if pieces.in_context[one] else both - 2 * pieces.kept[one]
+        assert share == pytest.approx(np.mean(only / (both + 2 * tokens)), rel=1e-2)
+        assert 0 <= share <= 1
+
+
+def test_little_in_front_of_much_text_changes_little() -> None:
+    index = SegmentIndex(16, SIZE)
+    insert(index, written("Dabcdefghijkl"), [*range(13)])
+    changed = {}
+    for prompt in ("Sabcdefghijkl.", "Sabc."):
+        asked = prompt_of(written(prompt))
+        pieces = ContentFinder(index, MAX_DEPTH).find(asked, 0, len(asked.tokens) - 1).pieces
+        (changed[prompt],) = pieces.segments(0).changed
+    assert changed["Sabcdefghijkl."] < 0.6 * changed["Sabc."] < 0.4
 
 
 @pytest.mark.parametrize(

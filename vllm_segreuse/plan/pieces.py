@@ -43,9 +43,10 @@ class Segments(NamedTuple):
         position: int32 `[n]`, of its first token in the sequence that it was computed in: how many
             tokens it was read behind.
         in_context: bool `[n]`, whether it was read behind the very text that is in front of it.
-        changed: float `[n]`, of the text that it was read behind there, and stands behind here, the
-            share that is only on one side: 0 for the same text, 1 for text of which nothing is
-            known to be the same.
+        changed: float `[n]`, of the text that its tokens were read behind there, and stand behind
+            here, the share that is only on one side: 0 for the same text, 1 for text of which
+            nothing is known to be the same. A mean over its tokens, behind each of which those of
+            the segment stand, too: a date in front of 6,000 tokens changes little.
     """
 
     first: IntArray
@@ -248,14 +249,17 @@ class Pieces:
     def segments(self, start: int) -> Segments:
         """Runs of tokens of one sequence that followed each other there, and were found in the same
         way, counted from `start`."""
-        first = self.starts
+        first = np.flatnonzero(self.starts)
+        length = np.diff(np.append(0, np.cumsum(self.length))[np.append(first, len(self))])
         both = self.position[first] + self.destination[first]
-        changed = 1 - 2 * self.kept[first] / np.maximum(both, 1)
+        changed = both - 2 * self.kept[first]
+        # Token n of a segment stands behind both + 2 n tokens of both sides; the mean by integral.
+        share = changed / 2 * np.log1p(2 * length / np.maximum(both, 1)) / length
         return Segments(
             np.asarray(self.destination[first] - start, dtype=np.int32),
             np.asarray(self.position[first], dtype=np.int32),
             self.in_context[first],
-            np.where(self.in_context[first], 0.0, changed),
+            np.where(self.in_context[first], 0.0, share),
         )
 
     @property

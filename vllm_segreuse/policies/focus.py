@@ -43,10 +43,10 @@ ALONE, ALONE_SHARE = 20, 0.12
 AT_MOST = 1 / 3
 """The tokens that a segment adds, beside its share, are at most so many of its own."""
 
-MUCH = 0.25
-"""Share of what is in front of a segment, there and here, that is only on one side: with as much
-and more it stands behind another text. Behind an edit it is less: the square root of its part is
-added."""
+MUCH = 0.6
+"""Share of what is in front of a segment's tokens, there and here, that is only on one side: with
+as much and more it stands behind another text. Behind an edit it is less: the square root of its
+part is added."""
 
 FEWEST = 32
 """Fewer tokens are not worth reading the question twice, as a choice takes: they are moved only."""
