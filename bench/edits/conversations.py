@@ -39,7 +39,7 @@ class Question:
 
     Attributes:
         text: what is asked.
-        begun: how the answer begins.
+        begun: how the answer begins, up to the price, so that its first token is one of the price.
         right: how it has to go on.
         thought: of the assistant, in front of the answer.
     """
@@ -52,7 +52,7 @@ class Question:
     @property
     def answer(self) -> str:
         """All of it."""
-        return f"{self.begun} {self.right} euros."
+        return f"{self.begun}{self.right} euros."
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def draw(rng: Random, number: int, steps: int, measure: Measure) -> Conversation
     questions = [
         Question(
             f"How many euros does the {title} cost?",
-            f"The {title} costs",
+            f"The {title} costs ",
             str(goods.prices[title]),
             thought(),
         )

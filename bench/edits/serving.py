@@ -2,9 +2,10 @@
 """Conversations asked of a real server over HTTP, under one arm after the other.
 
 Every arm gets the same prompts. The prompts of the tool loop come first, as an agent sends them.
-Then come the edit with a question, and the later turns behind it. An arm that reuses segments has a
-namespace and a salt for each edit, and computes the loop anew in it. Without reuse an edit leaves
-nothing that another one finds, so one loop serves all edits of a conversation.
+Then come the edit with a question, and the later turns behind it. An arm computes the loop of a
+conversation once, for all edits: what one edit leaves no other finds in the prefix cache, but for
+arms that reuse segments, which have a namespace for each edit. The loop's last prompt, which the
+prefix cache knows, makes the loop known there.
 """
 
 from __future__ import annotations
@@ -129,24 +130,25 @@ class Client(Completions):
         Raises:
             BenchError: a prompt is too long, or the connector does not answer.
         """
-        space = f"{before.number} {arm.name}"
-        if arm.options is not None:
-            space += f" {edit.name}"
-        if arm.prefix and space not in self._served:
-            self._served.add(space)
-            for number, prompt in enumerate(self._writer.history(before, edit.keeps_thoughts)):
-                self.ask(prompt, _body(arm, space, f"step {number}"), 1)
+        salt = f"{before.number} {arm.name}"
+        space = salt if arm.options is None else f"{salt} {edit.name}"
+        history = self._writer.history(before, edit.keeps_thoughts) if arm.prefix else []
+        for served, prompts in ((salt, history), (space, history[-1:])):
+            if served not in self._served:
+                for number, prompt in enumerate(prompts):
+                    self.ask(prompt, _body(arm, salt, served, f"step {number}"), 1)
+            self._served.add(served)
         if arm.prefix and edit.retries:
             retried = self._writer.turn(before, 0, edit.keeps_thoughts)
-            self.ask(retried, _body(arm, space, "retried"), ANSWER_TOKENS)
+            self.ask(retried, _body(arm, salt, space, "retried"), ANSWER_TOKENS)
         after = edit.change(before, Random(f"{edit.name} {before.number}"))
         return Edited(
             after,
             lambda turn: self._writer.turn(after, turn, edit.keeps_thoughts),
-            lambda turn: _body(arm, space, f"{edit.name} {turn}"),
+            lambda turn: _body(arm, salt, space, f"{edit.name} {turn}"),
         )
 
 
-def _body(arm: Arm, space: str, request: str) -> Mapping[str, Any]:
-    """What is added to a request; vLLM's prefix cache ends at the space, too."""
-    return {"cache_salt": space, **arm.body(space, request)}
+def _body(arm: Arm, salt: str, space: str, request: str) -> Mapping[str, Any]:
+    """What is added to a request of a namespace; vLLM's prefix cache ends at the salt."""
+    return {"cache_salt": salt, **arm.body(space, request)}
