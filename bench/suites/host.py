@@ -12,19 +12,33 @@ A model that costs next to nothing (two layers of 64 channels) is asked prompts 
 Functions are wrapped (`bench/stopwatch.py`), each part counts what no other one does, and `else` is
 the rest of the time to the first token. Arms take turns; figures are medians. An engine without the
 plugin (`plugin: false`) is asked `plain` and `hit`, too, before the other one: one process patches
-vLLM once. On a GPU a part is what the host does of it. HTTP is not in it; `overhead` measures that.
+vLLM once. On a GPU a part is what the host does of it.
+
+Two parts are timed by themselves, since an engine in this process has neither: `tokenise`, of the
+text of `plain`, and `pickle`, of what the connector sends to workers in other processes, there and
+back. The same arms are then asked of servers over HTTP (`over HTTP`: all of a first token).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import pickle
 import random
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+
+import httpx
+import openai
 
 from bench import engine, harness, shapes
+from bench.agents.completions import Completions
+from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server, ServerError
 from bench.stopwatch import Stopwatch
 
 SIZES = (4096, 16_384, 65_536)
@@ -35,6 +49,10 @@ ROUNDS, QUICK_ROUNDS = 15, 4
 _NAMESPACE = ["bench-host"]
 _FIRST_TEXT_TOKEN = 300
 _KV_SPACE_GIB = 2
+_FLAGS = (
+    *("--block-size", str(engine.BLOCK_TOKENS), "--dtype", "bfloat16", "--enforce-eager"),
+    *("--no-enable-log-requests", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"),
+)
 
 _VLLM = "vllm.v1."
 PARTS: Mapping[str, str] = {
@@ -72,12 +90,21 @@ def run(quick: bool) -> harness.SuiteResult:
     engine.prepare_environment(_KV_SPACE_GIB)
     sizes, rounds = (SIZES[:2], QUICK_ROUNDS) if quick else (SIZES, ROUNDS)
     rows: list[harness.Row] = []
+    model, longest = shapes.make_model("host"), sizes[-1] + 256
     for plugin in (False, True):
-        with engine.engine(
-            shapes.make_model("host"), segreuse=plugin, max_model_len=sizes[-1] + 256
-        ) as llm:
+        with engine.engine(model, segreuse=plugin, max_model_len=longest) as llm:
             for size in sizes:
                 rows += _measured(llm, plugin, size, rounds)
+    try:
+        for plugin in (False, True):
+            command = SEGREUSE_COMMAND if plugin else VLLM_COMMAND
+            flags = [*_FLAGS, "--max-model-len", str(longest)]
+            env = {"VLLM_CPU_KVCACHE_SPACE": str(_KV_SPACE_GIB)}
+            with Server(model, flags, env, command=command) as server:
+                for size in sizes:
+                    rows += _over_http(Completions(server, longest), plugin, size, rounds)
+    except (ServerError, openai.OpenAIError, httpx.HTTPError) as error:
+        raise harness.BenchError(str(error)) from error
     return {"rows": rows, "summary": summary_of(rows)}
 
 
@@ -86,24 +113,91 @@ def _measured(llm: Any, plugin: bool, size: int, rounds: int) -> list[harness.Ro
     if plugin:
         for document in prompts.documents:
             engine.first_token(llm, document, {"extra_keys": _NAMESPACE})
-    arms = [arm for arm in (ARMS if plugin else ARMS[:2]) if arm != "plain" or size <= ALL_NEW]
     taken: dict[str, list[dict[str, float]]] = defaultdict(list)
-    watch = Stopwatch()
-    with watch.on({**PARTS, **(OURS if plugin else {})}):
-        for turn in harness.progress(range(rounds + 1), f"host {size}"):
-            for arm in harness.rotated(arms, turn):
-                prompt, extra_args = prompts.of(arm)
-                if arm == "hit":  # now, so that nothing has evicted it
-                    engine.first_token(llm, prompt[:-QUESTION_TOKENS])
-                watch.take()
-                timed = engine.first_token(llm, prompt, extra_args)
-                parts = {part: seconds * 1e3 for part, seconds in watch.take().items()}
-                if extra_args:
-                    engine.require_reuse(timed, arm, DOCUMENTS * prompts.document_tokens)
-                if turn > 0:  # the first round warms up
-                    parts["else"] = timed.ms - sum(parts.values())
-                    taken[arm].append(parts | {"all": timed.ms})
-    return [row for arm in arms for row in _rows(size, plugin, arm, taken[arm])]
+    watch, sent = Stopwatch(), _Messages()
+    tokenizer = llm.get_tokenizer()
+    with watch.on({**PARTS, **(OURS if plugin else {})}), sent.noted():
+        for turn, arm in _turns(plugin, size, rounds):
+            prompt, extra_args = prompts.of(arm)
+            if arm == "hit":  # now, so that nothing has evicted it
+                engine.first_token(llm, prompt[:-QUESTION_TOKENS])
+            watch.take()
+            timed = engine.first_token(llm, prompt, extra_args)
+            parts = {part: seconds * 1e3 for part, seconds in watch.take().items()}
+            if extra_args:
+                engine.require_reuse(timed, arm, DOCUMENTS * prompts.document_tokens)
+            if turn > 0:  # the first round warms up
+                parts["else"] = timed.ms - sum(parts.values())
+                if arm == "plain":
+                    text = tokenizer.decode(prompt)
+                    parts["tokenise"] = _ms(functools.partial(tokenizer.encode, text))
+                if plugin:
+                    parts["pickle"] = _ms(sent.there_and_back)
+                taken[arm].append(parts | {"all": timed.ms})
+    return [row for arm in taken for row in _rows(size, plugin, arm, taken[arm])]
+
+
+def _over_http(client: Completions, plugin: bool, size: int, rounds: int) -> list[harness.Row]:
+    prompts = _Prompts(size)
+    if plugin:
+        for document in prompts.documents:
+            client.ask(document, {"extra_keys": _NAMESPACE}, 1)
+    taken: dict[str, list[float]] = defaultdict(list)
+    for turn, arm in _turns(plugin, size, rounds):
+        prompt, extra_args = prompts.of(arm)
+        if arm == "hit":
+            client.ask(prompt[:-QUESTION_TOKENS], {}, 1)
+        body = {}
+        if extra_args:
+            body = {"extra_keys": _NAMESPACE, "vllm_xargs": {"segreuse_policy": arm}}
+        found = client.ask(prompt, body, 1)
+        if extra_args and found.tokens.equal < DOCUMENTS * prompts.document_tokens:
+            raise harness.BenchError(f"{arm} reused {found.tokens.equal} tokens only")
+        if turn > 0:
+            taken[arm].append(found.ttft_s * 1e3)
+    same = {"tokens": size, "plugin": plugin, "part": "over HTTP"}
+    return [same | {"arm": arm, "ms": statistics.median(ms)} for arm, ms in taken.items()]
+
+
+def _turns(plugin: bool, size: int, rounds: int) -> Iterator[tuple[int, str]]:
+    """Arms of each round, and one round more in front, each of them first in turn."""
+    arms = [arm for arm in (ARMS if plugin else ARMS[:2]) if arm != "plain" or size <= ALL_NEW]
+    for turn in harness.progress(range(rounds + 1), f"host {size}"):
+        for arm in harness.rotated(arms, turn):
+            yield turn, arm
+
+
+def _ms(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e3
+
+
+class _Messages:
+    """What the connector sends to the workers with a step."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Meanwhile the last one with which a request leaves is kept."""
+        from vllm_segreuse.connector import SegReuseConnector
+
+        build: Callable[[Any, Any], Any] = SegReuseConnector.build_connector_meta
+
+        def noting(connector: Any, output: Any) -> Any:
+            message = build(connector, output)
+            if output.scheduled_new_reqs:
+                self._last = message
+            return message
+
+        with mock.patch.object(SegReuseConnector, "build_connector_meta", noting):
+            yield
+
+    def there_and_back(self) -> Any:
+        """As a queue between processes does."""
+        return pickle.loads(pickle.dumps(self._last, pickle.HIGHEST_PROTOCOL))
 
 
 class _Prompts:
@@ -155,10 +249,11 @@ def summary_of(rows: list[harness.Row]) -> dict[str, float]:
     ms = {(row["tokens"], row["plugin"], row["arm"], row["part"]): row["ms"] for row in rows}
     summary = {}
     for size in sorted({size for size, *_ in ms}):
-        hit = ms[size, True, "hit", "all"]
-        for arm in ("shift", "focus"):
-            summary[f"{arm}_over_hit_{size}"] = ms[size, True, arm, "all"] / hit
-        summary[f"hit_over_without_{size}"] = hit / ms[size, False, "hit", "all"]
+        for part, suffix in (("all", ""), ("over HTTP", "_http")):
+            hit = ms[size, True, "hit", part]
+            for arm in ("shift", "focus"):
+                summary[f"{arm}_over_hit{suffix}_{size}"] = ms[size, True, arm, part] / hit
+            summary[f"hit_over_without{suffix}_{size}"] = hit / ms[size, False, "hit", part]
         for plugin, name in ((False, "without"), (True, "with")):
             summary[f"detokenise_ms_{name}_{size}"] = ms[size, plugin, "hit", "detokenise"]
     return summary

@@ -92,12 +92,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, Any]]:
         def __exit__(self, *error: object) -> None:
             """Nothing to stop."""
 
+        def get_tokenizer(self) -> Any:
+            return SimpleNamespace(encode=len, decode=str)
+
+    class Started(Engine):
+        def __init__(self, model: Any, flags: Any, env: Any, command: Any) -> None:
+            self.plugin = command is host.SEGREUSE_COMMAND
+
+    class Asking:
+        def __init__(self, server: Started, longest: int) -> None:
+            self.plugin = server.plugin
+
+        def ask(self, prompt: list[int], body: Any, most: int) -> Any:
+            assert self.plugin or not body
+            reused = 10**6 if body else 0
+            return SimpleNamespace(ttft_s=0.004, tokens=SimpleNamespace(equal=reused))
+
     def first_token(llm: Engine, prompt: list[int], extra_args: Any = None) -> Any:
         found.append((llm.plugin, len(prompt), extra_args))
         report = {"policy": (extra_args or {}).get("segreuse_policy"), "reused_tokens": 10**6}
         return SimpleNamespace(ms=2.0 + bool(extra_args), report=report)
 
     monkeypatch.setattr(host.engine, "engine", Engine)
+    monkeypatch.setattr(host, "Server", Started)
+    monkeypatch.setattr(host, "Completions", Asking)
     monkeypatch.setattr(host.engine, "first_token", first_token)
     monkeypatch.setattr(host.shapes, "make_model", lambda name: name)
     monkeypatch.setattr(host, "SIZES", (512, 1024, 4096))
@@ -116,11 +134,18 @@ def test_arms_are_compared_with_a_prefix_hit_and_with_vllm_alone(asked: list[Any
     assert not any("4096" in name for name in summary)
     one = [row for row in result["rows"] if (row["tokens"], row["arm"]) == (512, "plain")]
     parts = [(row["plugin"], row["part"], row["ms"]) for row in one]
-    assert parts == [
-        (plugin, *part)
-        for plugin in (False, True)
-        for part in (("detokenise", 1.0), ("forward", 0.5), ("else", 0.5), ("all", 2.0))
+    within = (("detokenise", 1.0), ("forward", 0.5), ("else", 0.5), ("all", 2.0))
+    apart = {"tokenise", "pickle", "over HTTP"}
+    assert [it for it in parts if it[1] not in apart] == [
+        (plugin, *part) for plugin in (False, True) for part in within
     ]
+    assert sorted((plugin, part) for plugin, part, _ in parts if part in apart) == [
+        (False, "over HTTP"),
+        (False, "tokenise"),
+        *((True, part) for part in sorted(apart)),
+    ]
+    assert summary["shift_over_hit_http_1024"] == 1.0
+    assert summary["hit_over_without_http_1024"] == 1.0
 
 
 def test_all_prompts_of_a_size_are_as_long(asked: list[Any]) -> None:
