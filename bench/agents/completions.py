@@ -16,7 +16,7 @@ import httpx
 
 from bench.agents.tokens import Tokens
 from bench.harness import BenchError
-from bench.server import Server
+from bench.server import Server, with_tokens
 
 _START_S = 900
 _FLAGS = (
@@ -99,11 +99,11 @@ class Completions:
         """
         found = self._client.completions.create(
             model=self._model,
-            prompt=list(prompt),
+            prompt="",
             max_tokens=1,
             temperature=0.0,
             logprobs=most,
-            extra_body={**body, "return_tokens_as_token_ids": True},
+            extra_body=with_tokens(prompt, {**body, "return_tokens_as_token_ids": True}),
         )
         (choice,) = found.choices
         return dict(choice.logprobs.top_logprobs[0])
@@ -136,14 +136,14 @@ class Completions:
         began = time.perf_counter()
         stream = self._client.completions.create(
             model=self._model,
-            prompt=list(prompt),
+            prompt="",
             max_tokens=most,
             temperature=temperature,
             seed=seed,
             stop=list(stop),
             stream=True,
             stream_options={"include_usage": True},
-            extra_body=dict(body),
+            extra_body=with_tokens(prompt, body),
         )
         ttft_s, said, cached, report = None, "", 0, None
         for chunk in stream:

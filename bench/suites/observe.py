@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import openai
 
 from bench import harness, shapes
-from bench.server import SEGREUSE_COMMAND, Server, ServerError
+from bench.server import SEGREUSE_COMMAND, Server, ServerError, with_tokens
 
 SHAPES = {"observe_throughput_ratio_8_layers": "bench8", "observe_throughput_ratio": "bench28"}
 """By the figure of the summary."""
@@ -93,10 +93,10 @@ async def measure(server: Server, load: Load) -> dict[str, list[float]]:
         async def ask(prompt: list[int], tokens: int, extra: dict[str, Any]) -> dict[str, Any]:
             answer = await client.completions.create(
                 model=server.model_name,
-                prompt=prompt,
+                prompt="",
                 max_tokens=tokens,
                 temperature=0.0,
-                extra_body={"ignore_eos": True, **extra},
+                extra_body=with_tokens(prompt, {"ignore_eos": True, **extra}),
             )
             params = (answer.model_extra or {}).get("kv_transfer_params") or {}
             report: dict[str, Any] = params.get("segreuse", {})

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import openai
 
 from bench import harness, shapes
-from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server, ServerError
+from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server, ServerError, with_tokens
 
 SHAPE = "bench8"
 SERVERS = ("plain", "segreuse")
@@ -222,10 +222,10 @@ async def _complete(
 ) -> Any:
     return await client.completions.create(
         model=model,
-        prompt=prompt,
+        prompt="",
         max_tokens=tokens,
         temperature=0.0,
-        extra_body={"ignore_eos": True, **extra},
+        extra_body=with_tokens(prompt, {"ignore_eos": True, **extra}),
     )
 
 

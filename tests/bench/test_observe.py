@@ -26,7 +26,7 @@ class _Client:
         """Nothing to close."""
 
     async def _create(self, **request: Any) -> Any:
-        self.asked.append(request)
+        self.asked.append({**request, "prompt": request["extra_body"]["prompt"]})
         observed = "vllm_xargs" in request["extra_body"]
         report = {"segreuse": {"observed": {"reused_tokens": self.found}}} if observed else None
         return SimpleNamespace(model_extra={"kv_transfer_params": report})
