@@ -3,6 +3,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,13 +60,14 @@ def plan(
     program: Program = PROGRAMS[0],
     again: set[int] = frozenset(),
     top_k: int = 0,
-    next_token: int | None = None,
+    suffix: Sequence[int] = (),
 ) -> ReusePlan:
     """Ten tokens, six of them reused; the probes are the two at the end that are new."""
     recipe = Recipe.of(program, fates_of(mask(NEW | again), mask({6, 9})), top_k)
     found = Pieces.from_table([(START + 2, 4, 70, 0, 30), (START + 7, 2, 71, 0, 90)])
     tokens = np.arange(10, dtype=np.int32)
-    return ReusePlan("r", START, START + 10, tokens, found, recipe, [70, 71], 0, None, next_token)
+    behind = np.array(suffix, np.int32)
+    return ReusePlan("r", START, START + 10, tokens, found, recipe, [70, 71], 0, suffix=behind)
 
 
 def test_new_text_that_is_computed_once_stands_before_the_probes() -> None:
@@ -133,15 +135,18 @@ def test_its_tokens_add_up() -> None:
     assert some.reused.tolist() == (~mask(NEW)).tolist()
 
 
-def test_the_next_token_is_written_but_not_supplied() -> None:
-    assert (plan().num_written, plan(next_token=99).num_written) == (10, 11)
-    assert plan(next_token=99).num_tokens == 10
+def test_the_suffix_is_written_but_not_supplied() -> None:
+    some = plan(suffix=[98, 99])
+    assert (plan().num_written, some.num_written) == (10, 12)
+    assert (plan().written_until, some.written_until) == (START + 10, START + 12)
+    assert (some.num_tokens, some.num_supplied) == (10, 10)
+    assert replace(some, spread=True).num_supplied == 10
 
 
-@pytest.mark.parametrize("next_token", [None, 99])
-def test_what_was_computed_says_how_many_were_chosen(next_token: int | None) -> None:
-    some = plan(ABOVE, again={2}, top_k=3, next_token=next_token)
-    assert some.num_chosen(5 + (next_token is not None) + 2) == 2
+@pytest.mark.parametrize("suffix", [[], [99]])
+def test_what_was_computed_says_how_many_were_chosen(suffix: list[int]) -> None:
+    """The suffix is vLLM's to compute."""
+    assert plan(ABOVE, again={2}, top_k=3, suffix=suffix).num_chosen(5 + 2) == 2
 
 
 @pytest.mark.parametrize(
@@ -156,10 +161,12 @@ def test_what_was_computed_says_how_many_were_chosen(next_token: int | None) -> 
         (Boundary(2), {"top_k": 3}, 2 * 10 + 3 * (4 + 3)),
         # At the first layer once more, where scores come from there.
         (Boundary(), {"top_k": 3}, 5 * (4 + 3) + 4),
-        (Boundary(), {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 + 1),
-        # The two probes and the next token, at all layers but the last.
-        (SUM, {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 * (2 + 1)),
-        (ABOVE, {"top_k": 3, "next_token": 99}, 5 * (4 + 1 + 3) + 4 * (2 + 1)),
+        # The suffix at the layers that lead to the choice.
+        (Boundary(), {"top_k": 3, "suffix": [9, 9]}, 5 * (4 + 3) + 4 + 2),
+        (Boundary(2), {"top_k": 3, "suffix": [9, 9]}, 2 * (10 + 2) + 3 * (4 + 3)),
+        # The two probes and the suffix, at all layers but the last.
+        (SUM, {"top_k": 3, "suffix": [9, 9]}, 5 * (4 + 3) + 4 * (2 + 2)),
+        (ABOVE, {"top_k": 3, "suffix": [9, 9]}, 5 * (4 + 3) + 4 * (2 + 2)),
         (Deviation(1), {"top_k": 3}, 10 + 4 * (4 + 3)),
     ],
 )
@@ -170,21 +177,24 @@ def test_its_work_is_that_of_its_layers(
 
 
 def test_the_work_depends_on_how_many_were_chosen() -> None:
-    some = plan(ABOVE, top_k=3, next_token=99)
+    some = plan(ABOVE, top_k=3, suffix=[99])
     assert some.layer_tokens(MODEL) - some.layer_tokens(MODEL, chosen=1) == 2 * LAYERS
-    assert some.layer_tokens(MODEL, chosen=0) == 5 * (4 + 1) + 4 * (2 + 1)
+    assert some.layer_tokens(MODEL, chosen=0) == 5 * 4 + 4 * (2 + 1)
 
 
 def test_a_dense_layer_has_all_tokens_active() -> None:
     assert plan(Boundary(), again={2}, top_k=3).active_tokens == 5 + 3
     assert plan(Boundary(1), again={2}, top_k=3).active_tokens == 10
+    assert plan(Boundary(1), again={2}, top_k=3, suffix=[99]).active_tokens == 10 + 1
 
 
-def test_the_next_token_is_probed_wherever_attention_decides() -> None:
-    assert {type(program) for program in PROGRAMS if program.probes_next_token} == {
-        Boundary,
-        Probed,
-    }
+def test_the_suffix_and_what_is_chosen_are_active_one_after_the_other() -> None:
+    assert plan(SUM, top_k=3, suffix=[7, 8, 9, 9]).active_tokens == 4 + 4
+    assert plan(SUM, top_k=3, suffix=[7, 8]).active_tokens == 4 + 3
+
+
+def test_the_suffix_is_probed_wherever_attention_decides() -> None:
+    assert {type(program) for program in PROGRAMS if program.probes_suffix} == {Boundary, Probed}
 
 
 def test_only_a_threshold_leaves_the_number_to_the_workers() -> None:
@@ -223,11 +233,11 @@ def test_what_is_computed_whatever_is_chosen(
 
 
 def test_in_full_it_computes_everything_at_every_layer_and_probes_nothing() -> None:
-    some = plan(ABOVE, top_k=3, next_token=99).in_full()
+    some = plan(ABOVE, top_k=3, suffix=[99]).in_full()
     assert some.recipe.always.all()
     assert (some.recipe.top_k, some.recipe.program) == (0, Fixed())
-    assert (some.num_recomputed, some.layer_tokens(MODEL, 0)) == (6, LAYERS * (10 + 1))
-    assert some.next_token == 99, "its slot has to be written in any case"
+    assert (some.num_recomputed, some.layer_tokens(MODEL, 0)) == (6, LAYERS * 10)
+    assert not len(some.suffix), "vLLM computes it next"
 
 
 WINDOWED = ModelLayers(LAYERS, scored=(1, 3))
@@ -386,29 +396,8 @@ def test_a_plan_that_only_restores_leaves_nothing_behind_it_inexact() -> None:
     assert restoring(None, stop=START).known_exact_until == 0
 
 
-def test_a_spread_plan_supplies_the_token_behind_it_too() -> None:
-    assert restoring(spread=True).num_supplied == 18
-    assert restoring(spread=True, next_token=99).num_supplied == 19
-    assert restoring(next_token=99).num_supplied == 18
-
-
-@pytest.mark.parametrize(
-    ("changes", "block_size", "named"),
-    [
-        ({}, 4, 4),
-        ({}, 20, 0),
-        ({}, 8, None),
-        ({"next_token": None}, 4, None),
-        ({"next_token": None}, 19, None),
-        ({"spread": False}, 4, None),
-    ],
-)
-def test_the_block_that_ends_with_the_token_behind_a_spread_plan_is_named_early(
-    changes: dict[str, Any], block_size: int, named: int | None
-) -> None:
-    """That token is the twentieth of the prompt."""
-    one = replace(plan(), start=9, stop=19, **{"spread": True, "next_token": 99} | changes)
-    assert one.named_early(block_size) == named
+def test_what_is_restored_is_supplied_too() -> None:
+    assert restoring(suffix=np.array([99], np.int32)).num_supplied == 18
 
 
 def test_without_copies_all_is_computed_and_what_is_restored_too() -> None:
@@ -423,13 +412,29 @@ def test_without_copies_all_is_computed_and_what_is_restored_too() -> None:
     assert plan().without_copies().recipe.always.all()
 
 
-def test_another_recipe_probes_the_token_behind_if_its_program_does() -> None:
-    one = replace(plan(), token_at_stop=42)
-    for program, token in ((SUM, 42), (Boundary(), 42), (Deviation(1), None)):
-        recipe = Recipe.of(program, fates_of(mask(NEW), mask({6, 9})), 2)
-        assert one.computed_by(recipe).next_token == token
-        assert one.computed_by(recipe).reports == program.reports
-    assert one.computed_by(one.recipe).next_token is None
+def test_what_a_spoilt_pass_has_left_in_the_suffixes_slots_is_written_over() -> None:
+    behind = np.array([98, 99], np.int32)
+    assert plan(SUM, top_k=2, suffix=[98, 99]).without_copies().suffix.tolist() == [98, 99]
+    assert restoring(suffix=behind).without_copies().suffix.tolist() == [98, 99]
+
+
+def test_another_recipe_reads_the_suffix_if_its_program_does() -> None:
+    """Also of a plan that has left it to vLLM unread."""
+    tokens = np.arange(11, dtype=np.int32)
+    for program, stop, suffix in (
+        (SUM, 9, [9, 10]),
+        (Boundary(), 9, [9, 10]),
+        (Deviation(1), 10, []),
+        (Fixed(), 9, []),
+    ):
+        choosing = 2 if program.chooses else 0
+        recipe = Recipe.of(program, fates_of(mask(NEW), mask({6, 9})), choosing)
+        for one in (plan(), plan().leaving_suffix()):
+            found = one.computed_by(recipe, tokens)
+            assert (found.stop, found.suffix.tolist()) == (START + stop, suffix)
+            assert found.token_ids.tolist() == [*range(stop)]
+            assert (found.token_at_stop, len(found.recipe.fates)) == (stop, stop)
+            assert found.reports == program.reports
 
 
 def test_the_share_of_the_work_is_that_of_full_prefill_behind_the_prefix_hit() -> None:
@@ -526,10 +531,39 @@ def test_of_segments_that_are_all_computed_nothing_is_left_to_be_rejected() -> N
 
 def test_the_tail_is_left_to_vllm_where_nothing_depends_on_it() -> None:
     fates = fates_of(mask(NEW), mask({6, 9}))
-    assert Recipe.of(Fixed(), fates).may_leave_tail
-    assert not Recipe.of(Fixed(1), fates).may_leave_tail
-    assert not Recipe.of(Boundary(), fates, 2).may_leave_tail
-    assert not with_test().recipe.may_leave_tail
+    assert Recipe.of(Fixed(), fates).suffix_tokens(9) == 1
+    assert Recipe.of(Fixed(), fates).suffix_tokens(10) == 0
+    assert Recipe.of(Fixed(1), fates).suffix_tokens(9) == 0
+    assert Recipe.of(Deviation(1), fates, 2).suffix_tokens(9) == 0
+    assert with_test().recipe.suffix_tokens(9) == 0
+
+
+def test_probes_at_the_end_are_left_to_vllm_once_they_were_read() -> None:
+    """Those that are new: the last of what is reused is the plan's own."""
+    new = mask({0, 6, 7, 8, 9})
+    for probes, new_from, left in (
+        ({6, 7, 8, 9}, 6, 4),
+        ({8, 9}, 6, 2),  # other new text is computed first, once
+        ({6, 7, 8, 9}, 8, 2),
+        ({0, 6, 7, 8, 9}, 6, 4),
+    ):
+        recipe = Recipe.of(SUM, fates_of(new, mask(probes)), 2)
+        assert recipe.suffix_tokens(new_from) == left
+    behind = fates_of(new, mask({0, 6}))
+    assert Recipe.of(Boundary(), behind, 2).suffix_tokens(6) == 0
+
+
+def test_what_leaves_its_suffix_probes_and_chooses_the_same() -> None:
+    one = replace(plan(SUM, top_k=3, suffix=[99]), token_at_stop=99)
+    left = one.leaving_suffix()
+    assert (left.stop, left.suffix.tolist(), left.token_at_stop) == (START + 9, [9, 99], 9)
+    assert left.token_ids.tolist() == [*range(9)]
+    assert left.recipe.fates.tolist() == one.recipe.fates[:9].tolist()
+    assert (left.recipe.program, left.recipe.top_k) == (SUM, 3)
+    assert left.written_until == one.written_until
+    share = left.computed_share(MODEL, START + 11)
+    assert share == one.computed_share(MODEL, START + 11), "vLLM computes what the pass does not"
+    assert left.leaving_suffix() is left
 
 
 def test_workers_report_what_only_they_know() -> None:

@@ -440,7 +440,7 @@ def test_what_the_workers_chose_is_explained_once_they_have_reported() -> None:
     options = OPTIONS | {"segreuse_policy": "focus", "segreuse_explain": True}
     world = cached_document()
     for seen, positions, expected in [
-        ({}, (0, 5, 6, 9, 33), [[5, 2], [9, 1]]),
+        ({}, (0, 5, 6, 9), [[5, 2], [9, 1]]),
         ({}, None, None),
         (SEEN, None, None),
     ]:
@@ -449,7 +449,7 @@ def test_what_the_workers_chose_is_explained_once_they_have_reported() -> None:
         if positions is not None:
             [plan] = world.plans
             assert plan.explains
-            outcome = PlanOutcome(5, positions=positions)
+            outcome = PlanOutcome(4, positions=positions)
             world.side.reported({}, {request.request_id: outcome}, {request.request_id: request})
         assert recomputed(world, request) == [expected]
 
@@ -609,10 +609,10 @@ def test_what_would_hold_others_up_is_spread_over_steps(
     prompt = [7, 6, *DOCUMENT, 8]
     assert world.side.match(world.add(prompt), 0) == (len(prompt) - 1, spread)
     world.side.take_step(True)
-    # A choice by attention asks the last token, too: it needs its slot before vLLM computes it.
+    # A choice by attention reads the last token, too; vLLM computes it.
     chooses = OPTIONS | {"segreuse_policy": "sparsex", "segreuse_overflow_tokens": 0}
     request = world.add(prompt, chooses | {"segreuse_recompute_ratio": 0.5})
-    assert world.side.match(request, 0) == (len(prompt) - (0 if spread else 1), spread)
+    assert world.side.match(request, 0) == (len(prompt) - 1, spread)
 
 
 def test_a_pass_larger_than_a_chunk_is_spread_however_little_work_it_is() -> None:
@@ -788,18 +788,18 @@ def test_blocks_of_what_was_not_worth_it_are_exact() -> None:
 def test_what_workers_tell_is_in_the_report_once() -> None:
     world = cached_document()
     request = focused(world)
-    # The first token and the last are new, and three of the document were chosen.
-    world.side.reported({}, {request.request_id: PlanOutcome(5)}, {request.request_id: request})
+    # The first token is new, and three of the document were chosen.
+    world.side.reported({}, {request.request_id: PlanOutcome(4)}, {request.request_id: request})
     first = world.report(request)
     assert first["recomputed_tokens"] == 3
     told_twice = focused(world)
-    for number in (5, 20):  # of the first admission's plan, and of that after a preemption
+    for number in (4, 20):  # of the first admission's plan, and of that after a preemption
         outcomes = {told_twice.request_id: PlanOutcome(number)}
         world.side.reported({}, outcomes, {told_twice.request_id: told_twice})
     assert world.report(told_twice) == first
-    # The first token, the last and three more at four layers; the question, which is the first
-    # and the last, at three before that; and the last at all layers, by vLLM itself.
-    computed = 4 * (1 + 1 + 3) + 3 * 2 + 4
+    # The first token and three more at four layers; the question, which is the first and the last,
+    # at three before that; and the last at all layers, by vLLM itself.
+    computed = 4 * (1 + 3) + 3 * 2 + 4
     assert first["computed_share"] == pytest.approx(computed / (4 * 34), abs=1e-4)
 
 
@@ -815,7 +815,7 @@ def test_a_plan_that_reports_nothing_is_reported_where_it_was_computed_in_full()
     before = tracked.report
     assert before is not None
     assert 0 < before.recomputed_tokens < before.reused_tokens
-    outcomes = {request.request_id: PlanOutcome(plan.num_written)}
+    outcomes = {request.request_id: PlanOutcome(plan.num_tokens)}
     tracked.plan = None
     world.side.reported({}, outcomes, {request.request_id: request})
     assert tracked.report == before, "it is of another plan, after a preemption"
@@ -832,9 +832,9 @@ def test_work_is_counted_by_the_layers_that_the_workers_found() -> None:
     world = cached_document()
     world.side.learn(ModelLayers(4, scored=(1,)), {})
     request = focused(world)
-    outcomes = {request.request_id: PlanOutcome(5)}
+    outcomes = {request.request_id: PlanOutcome(4)}
     world.side.reported({}, outcomes, {request.request_id: request})
-    computed = 4 * (1 + 1 + 3) + 2 * 2 + 4
+    computed = 4 * (1 + 3) + 2 * 2 + 4
     share = world.report(request)["computed_share"]
     assert share == pytest.approx(computed / (4 * 34), abs=1e-4)
 
@@ -843,8 +843,8 @@ def test_drift_is_reported_and_that_everything_was_computed_because_of_it() -> N
     world = cached_document()
     near, far = focused(world), focused(world)
     outcomes = {
-        near.request_id: PlanOutcome(5, drift=2.50004),
-        far.request_id: PlanOutcome(5, drift=7.0, in_full=True),
+        near.request_id: PlanOutcome(4, drift=2.50004),
+        far.request_id: PlanOutcome(4, drift=7.0, in_full=True),
     }
     world.side.reported({}, outcomes, {request.request_id: request for request in (near, far)})
     assert world.stats.data["drift"] == [2.50004, 7.0]
@@ -857,9 +857,9 @@ def test_drift_is_reported_and_that_everything_was_computed_because_of_it() -> N
         [3, 2.5, False],
         [len(DOCUMENT), 7.0, True],
     ]
-    # What is computed in full comes on top, with the last token, which was probed.
+    # What is computed in full comes on top; the last token is vLLM's.
     shares = [report["computed_share"] for report in reports]
-    assert shares[1] - shares[0] == pytest.approx(1, abs=2e-4)
+    assert shares[1] - shares[0] == pytest.approx(33 / 34, abs=2e-4)
 
 
 def test_a_plan_carries_its_requests_bound_on_drift() -> None:
@@ -1043,7 +1043,7 @@ def test_the_test_of_similar_segments_is_reported_and_counted() -> None:
 def test_where_everything_is_computed_nothing_is_tested() -> None:
     world, request = similar("shift", halo_tokens=3, max_boundary_drift=0.5)
     [plan] = world.plans
-    outcome = PlanOutcome(plan.num_written)  # it met NaN
+    outcome = PlanOutcome(plan.num_tokens)  # it met NaN
     world.side.reported({}, {request.request_id: outcome}, {request.request_id: request})
     report = world.report(request)
     assert (report["accepted_segments"], report["rejected_segments"]) == (0, 0)
@@ -1070,7 +1070,7 @@ def test_an_error_while_a_number_is_noted_stays_with_us(monkeypatch: pytest.Monk
         return whole(*args)
 
     monkeypatch.setattr(ReusePlan, "computed_share", failing_once)
-    world.side.reported({}, dict.fromkeys(requests, PlanOutcome(5)), requests)
+    world.side.reported({}, dict.fromkeys(requests, PlanOutcome(4)), requests)
     assert world.report(sound)["recomputed_tokens"] == 3
     assert world.report(broken)["reused_tokens"] == len(DOCUMENT)
 
@@ -1484,8 +1484,8 @@ def test_an_audit_says_what_was_found_planned_and_computed(tmp_path: Path) -> No
     options = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.5}
     request = answered(world, PROMPT, options)
     planned = world.plans[0].num_recomputed
-    behind = world.plans[0].recipe.counts(0, 1).always
-    outcome = PlanOutcome(behind + 1, drift=9.0, in_full=False)
+    always = world.plans[0].recipe.counts(0).always
+    outcome = PlanOutcome(always + 1, drift=9.0, in_full=False)
     world.side.reported({}, {request.request_id: outcome}, {request.request_id: request})
     report = world.report(request)
     compare(world, 0.25)

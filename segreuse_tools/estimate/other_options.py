@@ -15,7 +15,7 @@ from vllm_segreuse.policies import WITHOUT_CHOICE
 from vllm_segreuse.scheduling.planner import least_work
 
 if TYPE_CHECKING:
-    from vllm_segreuse.plan import ReusePlan
+    from vllm_segreuse.plan import IntArray, ReusePlan
     from vllm_segreuse.scheduling.parts import Parts
 
 
@@ -32,11 +32,14 @@ def finds_alike(server: ServerOptions, one: PolicyOptions, other: PolicyOptions)
     )
 
 
-def computed_by(parts: Parts, plan: ReusePlan, options: PolicyOptions) -> ReusePlan | None:
+def computed_by(
+    parts: Parts, plan: ReusePlan, options: PolicyOptions, token_ids: IntArray
+) -> ReusePlan | None:
     """The plan of a request with other options, if these find the same; see `ReusePlan`.
 
     Args:
         parts: of the scheduler's half that made the plan.
+        token_ids: int32, of the request, which has no images.
 
     Returns:
         None: they would reuse less of it, nothing, or more than was planned.
@@ -46,8 +49,9 @@ def computed_by(parts: Parts, plan: ReusePlan, options: PolicyOptions) -> ReuseP
     weighs_turns = turns.weigh_turns and not turns.recompute_once
     later = parts.features.named("conversations").later_turns() if weighs_turns else 0.0
     make_recipe = functools.partial(methods.recipe, options, work)
-    pieces, recipe = least_work(make_recipe, work, plan.pieces, plan.start, plan.stop, later, halo)
+    start, stop = plan.start, plan.stop if options.policy == "exact" else len(token_ids) - 1
+    pieces, recipe = least_work(make_recipe, work, plan.pieces, start, stop, later, halo)
     if recipe is None or len(pieces) < len(plan.pieces) or plan.left_out:
         return None
-    recipe = recipe.fixing(plan.recipe.fixed)
-    return plan.computed_by(for_similar(recipe, halo, plan.pieces, plan.start, plan.stop))
+    recipe = for_similar(recipe, halo, plan.pieces, start, stop)
+    return plan.computed_by(recipe, token_ids[start : stop + 1])

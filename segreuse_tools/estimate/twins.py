@@ -106,7 +106,8 @@ class Twin:
         if self.arm.policy is None:
             self.agrees = False
             return
-        mine = computed_by(self.side.parts, plan, self.arm.of(one))
+        token_ids = np.asarray(one.token_ids, np.int32)
+        mine = computed_by(self.side.parts, plan, self.arm.of(one), token_ids)
         if mine is None:
             self.agrees = False
             return
@@ -137,8 +138,8 @@ class Twin:
 
 
 def _whole_blocks(plan: ReusePlan, block_size: int) -> BoolArray:
-    """bool `[blocks]`: which blocks of a plan have every token computed at every layer."""
-    settled = plan.recipe.settled
+    """bool `[blocks]`: which blocks of a plan's pieces have every token computed at every layer."""
+    settled = plan.recipe.settled[: plan.pieces.stop - plan.start]  # of the others all are
     first = plan.start % block_size
     padded = np.ones(-(-(first + len(settled)) // block_size) * block_size, np.bool_)
     padded[first : first + len(settled)] = settled

@@ -247,48 +247,14 @@ def test_a_conversation_is_no_deeper_after_many_turns() -> None:
         assert tracked.donor_depth == 0
 
 
-def test_the_token_behind_a_spread_plan_is_not_computed_when_its_block_is_named() -> None:
-    world = World(min_reused_tokens=4, spread_tokens=1)
-    world.run(world.add(DOCUMENT, ONCE))
-    request = world.add(HISTORY, ONCE | RATIO)
-    world.tables["another"] = [1]  # somebody runs
-    assert world.side.match(request, 0) == (len(HISTORY), True)
-    full = request.num_tokens // SIZE
-    blocks = world.pool.get_new_blocks(full + 1)
-    world.side.allocated(request, [block.block_id for block in blocks])
-    world.side.take_step(True)
-    world.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
-    assert len(parts_of(world.side).conversations) == full - 1
-    assert blocks[full - 1].block_id not in parts_of(world.side).conversations
-
-
-def test_the_token_behind_a_spread_plan_is_computed_before_its_block_is_full() -> None:
-    world = World(min_reused_tokens=4, spread_tokens=1)
-    world.run(world.add(DOCUMENT, ONCE))
-    request = world.add([*HISTORY, 1], ONCE | RATIO)
-    world.tables["another"] = [1]  # somebody runs
-    assert world.side.match(request, 0) == (len(HISTORY) + 1, True)
-    full = request.num_tokens // SIZE
-    blocks = world.pool.get_new_blocks(full + 1)
-    world.side.allocated(request, [block.block_id for block in blocks])
-    world.side.take_step(True)
-    world.pool.cache_full_blocks(request, blocks, 0, full, SIZE, 0)
-    assert len(parts_of(world.side).conversations) == full
-    request.append_output_token_ids([2] * (SIZE - 1))
-    world.pool.cache_full_blocks(request, blocks, full, full + 1, SIZE, 0)
-    assert len(parts_of(world.side).conversations) == full + 1
-
-
 def test_what_is_restored_is_left_to_the_prefix_cache() -> None:
     world = World(min_reused_tokens=4)
     arrived = parts_of(world.side).planner.get(world.add(HISTORY, ONCE).request_id)
     assert arrived is not None
     prompt = arrived.prompt
-    plan = SimpleNamespace(named_early=lambda size: None)
     tracked = SimpleNamespace(
         request_id="one",
         prompt=prompt,
-        plan=plan,
         donates=True,
         donor_depth=2,
         exact_ends=(SIZE, 3 * SIZE),

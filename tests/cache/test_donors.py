@@ -106,16 +106,15 @@ def test_tokens_that_may_be_chosen_but_need_not_be_do_not_donate(world, document
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_a_token_that_vllm_has_yet_to_compute_keeps_its_block_from_donating(
+def test_what_vllm_computes_behind_a_plan_donates(
     world: World, document: tuple[list[int], list[int]], spread: bool
 ) -> None:
-    """Of a spread plan, vLLM computes the token behind in a step after the one that names it."""
+    """It names the block of these tokens when it computes them, not before."""
     world.spread = spread
     prompt = world.new_tokens(4) + document[0] + world.new_tokens(8)
     tracked = world.request(prompt, make_recipe=half_by_score)
     world.admit(tracked)
-    behind = -1 if spread else 1
-    assert world.donors.depths(tracked, 0, 7).tolist() == [1, -1, -1, -1, 1, behind, 1]
+    assert world.donors.depths(tracked, 0, 7).tolist() == [1, -1, -1, -1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("first_token", "context"), [(0, 0), (3, 0), (4, 1), (11, 2)])

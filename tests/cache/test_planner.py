@@ -30,6 +30,7 @@ from vllm_segreuse.plan import (
 )
 from vllm_segreuse.scheduling.budget import StepBudget
 from vllm_segreuse.scheduling.donors import Donors
+from vllm_segreuse.scheduling.exact_names import ExactNames
 from vllm_segreuse.scheduling.health import Health
 from vllm_segreuse.scheduling.planner import Planner
 from vllm_segreuse.scheduling.tracked import Bypass, Method, Report, TrackedRequest, Use
@@ -596,7 +597,8 @@ def test_reports_add_up(world, document, recipe, start):
 
 
 def test_dense_layers_make_every_token_active(world, document):
-    for recipe, active in ((new_only, 2), (dense, 14), (half_by_score, 2 + 6), (everything, 14)):
+    """Also the last, which is read to choose."""
+    for recipe, active in ((new_only, 2), (dense, 15), (half_by_score, 2 + 6), (everything, 14)):
         prompt = world.new_tokens(2) + document[0] + world.new_tokens(1)
         tracked = world.request(prompt, make_recipe=recipe)
         world.admit(tracked)
@@ -618,25 +620,18 @@ def test_a_spread_plan_takes_nothing_of_the_step(world, document):
     assert not world.planner.admission_closed
 
 
-def test_a_token_that_is_asked_needs_its_slot_before_vllm_computes_it(world, document):
-    world.spread = True
-    prompt = world.new_tokens(4) + document[0] + world.new_tokens(4)
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_question_that_is_read_to_choose_is_left_to_vllm(world, document, spread):
+    world.spread = spread
+    asked = world.new_tokens(5)
+    prompt = world.new_tokens(4) + document[0] + asked
     tracked = world.request(prompt, make_recipe=half_by_score)
-    assert world.decide(tracked) == len(prompt)
-    world.planner.allocated(tracked, blocks_of(tracked))
-    # Its block is named before vLLM has computed it.
-    assert world.donors.depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, -1, 1]
-    assert world.donors.depths(tracked, 4, 1).tolist() == [-1]
-    assert world.donors.depths(tracked, 5, 1).tolist() == [1]
-
-
-def test_a_token_that_is_asked_is_computed_before_its_block_is_full(world, document):
-    world.spread = True
-    prompt = world.new_tokens(4) + document[0] + world.new_tokens(2)
-    tracked = world.request(prompt, make_recipe=half_by_score)
-    assert world.decide(tracked) == len(prompt)
-    world.planner.allocated(tracked, blocks_of(tracked))
-    assert world.donors.depths(tracked, 0, 6).tolist() == [1, -1, -1, -1, 1, 1]
+    assert world.decide(tracked) == len(prompt) - 5
+    assert tracked.plan.suffix.tolist() == asked
+    assert tracked.plan.written_until == len(prompt)
+    names = ExactNames({tracked.request_id: tracked}, world.planner, SIZE)
+    assert names.written_until(tracked.request_id) == len(prompt), "its slots are allocated"
+    assert names.written_until("another") == 0
 
 
 def test_a_plan_that_missed_room_while_nobody_else_had_any_gives_up_as_much_once(world, document):
@@ -712,10 +707,15 @@ class Protocol(RuleBasedStateMachine):
             assert not was_closed
             assert not fresh
             assert tracked.plan is not None
-            ends = {tracked.num_tokens - 1}
-            if tracked.plan.recipe.may_leave_tail and not tracked.is_required:
-                ends = {tracked.plan.pieces.stop}
-            assert start + answer in ends
+            plan = tracked.plan
+            assert start + answer == plan.stop
+            if plan.recipe.program.probes_suffix:
+                assert plan.stop + len(plan.suffix) == tracked.num_tokens
+                assert plan.stop == plan.pieces.stop or plan.recipe.always[-1]
+            elif plan.recipe.program == Fixed() and not tracked.is_required:
+                assert plan.stop == plan.pieces.stop
+            else:
+                assert plan.stop == tracked.num_tokens - 1
             assert len(tracked.plan.donor_blocks) <= room - 3
             self.pending[tracked.request_id] = tracked.plan
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from tests.compat.managed import LIMIT, OPTIONS, SIZE, Managed, manager_of, plan_of
 from vllm_segreuse.compat import kv_cache_manager
@@ -210,6 +210,48 @@ def test_somebody_is_admitted_while_it_holds_blocks(managed: Managed) -> None:
     assert has_running_requests(manager)
     manager.free(request)
     assert not has_running_requests(manager)
+
+
+def asking(managed: Managed, slots: int) -> Request:
+    """A request whose plan reads a question up to there; two blocks in front of it are planned."""
+    request = managed.request([*range(slots)])
+    plan = plan_of(request, 0)
+    ids = plan.token_ids
+    recipe = plan.recipe.up_to(2 * SIZE)
+    managed.tracked(request).plan = replace(
+        plan, stop=2 * SIZE, token_ids=ids[: 2 * SIZE], suffix=ids[2 * SIZE :], recipe=recipe
+    )
+    return request
+
+
+@pytest.mark.parametrize(("new", "is_spread"), [(0, True), (1, False), (3 * SIZE, False)])
+@pytest.mark.parametrize("drafts", [0, SIZE, 4 * SIZE])
+def test_a_pass_has_slots_for_a_question_that_vllm_computes_later(
+    new: int, is_spread: bool, drafts: int
+) -> None:
+    """In steps to come, or once a spread plan is done; with drafts, more may be scheduled."""
+    managed = Managed()
+    request = asking(managed, 5 * SIZE)
+    given = managed.manager.allocate_slots(
+        request,
+        new,
+        num_external_computed_tokens=2 * SIZE,
+        num_lookahead_tokens=drafts,
+        delay_cache_blocks=is_spread,
+    )
+    assert given is not None
+    least = -(-(2 * SIZE + new + drafts) // SIZE)
+    held = managed.manager.get_block_ids(request.request_id)[0]
+    assert len(held) == max(5, least)
+    named = [block for block in held if managed.pool.name_of(block) is not None]
+    assert named == ([] if is_spread else held[: 2 + new // SIZE]), "and no block is named early"
+
+
+def test_a_question_needs_no_more_room_than_its_prompt(managed: Managed) -> None:
+    request = asking(managed, 5 * SIZE)
+    given = managed.manager.allocate_slots(request, 1, num_external_computed_tokens=2 * SIZE)
+    assert given is not None
+    assert managed.warm == {"new"}
 
 
 def test_installing_twice_wraps_once() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.engine import NAMESPACE, Engine, engine
 from tests.e2e.test_equality import assert_same, prompts_for
+from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.policies import POLICIES
 
 pytestmark = pytest.mark.e2e
@@ -43,6 +44,26 @@ def test_recomputing_everything_equals_plain_vllm(reusing: Engine, policy: str) 
             assert ours.report["recomputed_tokens"] == ours.report["reused_tokens"] > 200
             assert_same(ours, theirs, noise=2e-3)
     reusing.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["sparsex", "prophet", "peaks", "focus"])
+def test_vllms_forward_reads_the_question_as_a_second_reading_in_the_pass(
+    reusing: Engine, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, prompts = prompts_for(reusing.vocab_size)
+    answers = []
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(ReusePlan, "leaving_suffix", lambda plan: plan)
+        reusing.reset()
+        reusing.ask(*documents, options=NAMESPACE, max_tokens=1)
+        chosen = options(policy, segreuse_recompute_ratio=0.2)
+        answers.append(reusing.ask(*prompts, options=chosen))
+    for ours, in_the_pass in zip(*answers, strict=True):
+        for key in ("recomputed_tokens", "reused_tokens", "new_tokens"):
+            assert ours.report[key] == in_the_pass.report[key]
+        assert ours.report["recomputed_tokens"] > 0
+        assert_same(ours, in_the_pass, noise=2e-3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

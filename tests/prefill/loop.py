@@ -88,17 +88,18 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
         kv: of every position, with the reused keys and values in place.
 
     Returns:
-        Positions that are computed behind the dense layers, and the KV that this leaves.
+        Positions that are computed behind the dense layers, and the KV that this leaves; of the
+        suffix, neither.
     """
     recipe = plan.recipe
     program = recipe.program
     token_ids = dict(enumerate(plan.token_ids.tolist(), plan.start))
     always = {plan.start + int(i) for i in np.flatnonzero(recipe.always)}
     probes = {plan.start + int(i) for i in np.flatnonzero(recipe.probes)}
-    if plan.next_token is not None:  # computed, and asked, like any new token
-        token_ids[plan.stop] = plan.next_token
-        always.add(plan.stop)
-        probes.add(plan.stop)
+    suffix = dict(enumerate(plan.suffix.tolist(), plan.stop))  # asked like any new token
+    token_ids |= suffix
+    always |= suffix.keys()
+    probes |= suffix.keys()
     # What is computed has no keys and values before it is.
     kv = {at: held for at, held in kv.items() if at[1] not in always}
     embedded = {p: decoder.embed(token, p) for p, token in token_ids.items()}
@@ -123,10 +124,10 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
             decoder.run(range(LAYERS), first, kv)
     others = sorted(set(token_ids) - always, key=lambda p: (-scores[p], p))
     chosen = [p for p in others[: recipe.top_k] if scores[p] >= least]
-    active = sorted(always | set(chosen))
+    active = sorted((always | set(chosen)) - suffix.keys())
     again = set(active) - (always - probes if isinstance(program, Probed) else set())
     decoder.run(range(dense, LAYERS), {p: states[p] for p in sorted(again)}, kv)
-    return active, kv
+    return active, {at: held for at, held in kv.items() if at[1] not in suffix}
 
 
 def carry_out_in_stages(

@@ -19,7 +19,7 @@ def plans(**recipe: Any) -> list[ReusePlan]:
     """One with a token to come that begins a block, one that begins within a block, and one of a
     single token."""
     return [
-        make_plan("a", 4, [0, 5], 8, np.array([7, 3, 5, 1]), 49, **recipe),
+        make_plan("a", 4, [0, 5], 8, np.array([7, 3, 5, 1]), [49], **recipe),
         make_plan("b", 6, [2, 3], 5, np.array([9, 8, 2]), probes=[3], **recipe),
         make_plan("c", 0, [0], 1, np.array([4]), **recipe),
     ]
@@ -29,7 +29,7 @@ def by_hand(given: list[ReusePlan]) -> list[tuple[int, int, int, int]]:
     """(request, position, token id, slot) of every token."""
     rows = []
     for number, plan in enumerate(given):
-        ids = plan.token_ids.tolist() + ([] if plan.next_token is None else [plan.next_token])
+        ids = [*plan.token_ids.tolist(), *plan.suffix.tolist()]
         for position, token in enumerate(ids, plan.start):
             block = int(plan.block_ids[position // SIZE])
             rows.append((number, position, token, block * SIZE + position % SIZE))
@@ -124,7 +124,7 @@ def test_the_token_behind_each_is_known_but_for_the_last_of_some_plans() -> None
     given = [first, second, third]
     batch = Batch(given, SIZE, CPU)
     ids = batch.tokens.token_ids.tolist()
-    assert first.next_token is not None
+    assert len(first.suffix)
     assert batch.following().tolist() == [*ids[1:9], -1, *ids[10:14], 77, -1]
     assert batch.tokens.token_ids.tolist() == ids
 

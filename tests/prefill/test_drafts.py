@@ -386,7 +386,7 @@ def test_a_token_whose_next_is_not_known_is_left_out() -> None:
 
 
 def test_the_token_that_vllm_computes_is_its_own() -> None:
-    draft, _ = noted([plan(2, 5, next_token=77, token_at_stop=77)], [0, 1, 2, 3])
+    draft, _ = noted([plan(2, 5, suffix=[77], token_at_stop=77)], [0, 1, 2, 3])
     assert draft.given == [(103, 2, 0.0), (104, 3, 1.0), (77, 4, 2.0)]
 
 

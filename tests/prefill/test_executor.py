@@ -201,16 +201,56 @@ def test_both_plans_may_be_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equal(pages(world, each), pages(full, each), atol=1e-4)
 
 
-def test_a_plan_in_full_writes_the_token_to_come_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what a spoilt pass left in its slot would spoil the next one."""
+def test_a_plan_in_full_writes_the_suffix_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a spoilt pass left in its slots would spoil the next one."""
     world = World(monkeypatch)
     pieces = [(5, 8, DONOR, 0, 0)]
-    new = [0, *range(9, 19)]
-    one = make_plan("one", 4, new, 19, np.arange(10, 16), 7, pieces, **PEAK)
+    new = [0, *range(9, 17)]
+    one = make_plan("one", 4, new, 17, np.arange(10, 16), [7, 8, 9], pieces, **PEAK)
     world.caches[0][DONOR, 0, :, 1] = NAN
     report = world.prefill.run([one])
-    assert (report.not_finite, report.outcomes) == (["one"], {"one": PlanOutcome(20)})
+    assert (report.not_finite, report.outcomes) == (["one"], {"one": PlanOutcome(17)})
     assert all(cache[10:16].isfinite().all() for cache in world.caches)
+
+
+def asked_from_behind(recipe: dict[str, Any]) -> ReusePlan:
+    """18 tokens, the first and the tenth of them new, and a question that is left to vLLM."""
+    pieces = [(5, 8, DONOR, 0, 0), (14, 8, DONOR + 2, 0, 60)]
+    blocks = np.arange(10, 16)
+    return make_plan("one", 4, [0, 9], 18, blocks, [7, 8], pieces, probes=[], **recipe)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("boundary", 0),
+        *((name, at) for name in ("sum", "late", "peak") for at in range(LAYERS - 1)),
+    ],
+)
+def test_what_only_the_question_reads_is_noticed_before_vllm_reads_it_again(
+    name: str, layer: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the last of these layers no score shows what its values have spoilt."""
+    world, one = World(monkeypatch), asked_from_behind(RECIPES[name])
+    world.run_compiled(compiled)
+    world.caches[layer][DONOR + 3, 1, :, 3] = NAN  # of the last token
+    assert world.prefill.run([one]).not_finite == ["one"]
+    assert all(cache[10:16].isfinite().all() for cache in world.caches)
+
+
+def test_where_no_score_is_high_enough_only_the_question_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, moved = World(monkeypatch), World(monkeypatch)
+    one = asked_from_behind({"program": Probed(Gather.MAX, 2.0), "top_k": 5})
+    report = world.prefill.run([one])
+    assert (report.not_finite, report.outcomes) == ([], {"one": PlanOutcome(2)})
+    assert world.layer_tokens == one.layer_tokens(world.layers.model, chosen=0)
+    moved.prefill.run([one.computing(one.recipe.always)])
+    expected, found = moved.kv(one), world.kv(one)
+    for where in expected:
+        np.testing.assert_allclose(found[where], expected[where], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -82,7 +82,7 @@ def test_what_is_computed_again_in_full_leaves_images_as_they_were_moved(
     report = world.prefill.run([made])
     assert report.not_finite == ["one"]
     if made.reports:
-        assert report.outcomes["one"] == PlanOutcome(made.num_written - 5)
+        assert report.outcomes["one"] == PlanOutcome(made.num_tokens - 5)
     held = np.flatnonzero(HELD) + made.start
     for layer in range(LAYERS):
         one, other = pages(clean, made)[layer], pages(world, made)[layer]

@@ -43,13 +43,13 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def plans_of(recipe: dict[str, Any]) -> list[ReusePlan]:
-    """Three plans: from the beginning; behind a prefix hit, with the token to come among the
-    probes; and one whose probes are some of what is always computed."""
+    """Three plans: from the beginning; behind a prefix hit, with a question of three tokens behind
+    it; and one whose probes are some of what is always computed."""
     blocks = np.random.default_rng(1).permutation(100)
-    probes_next = recipe.get("program", FIXED).probes_next_token
+    suffix = [7, 3, 1] if recipe.get("program", FIXED).probes_suffix else []
     return [
         make_plan("first", 0, [0, 1, 20, 21, 22, 29], 30, blocks[:10], **recipe),
-        make_plan("hit", 8, [0, 9, 25], 26, blocks[10:20], 7 if probes_next else None, **recipe),
+        make_plan("hit", 8, [0, 9, 25], 26, blocks[10:20], suffix, **recipe),
         make_plan("odd", 5, [*range(3, 9), 22], 23, blocks[20:28], probes=[8, 22], **recipe),
     ]
 
@@ -130,11 +130,11 @@ def test_the_last_queries_of_each_plan_are_its_own(monkeypatch: pytest.MonkeyPat
         part = slice(first, stop)
         return world.layers.attention_scores(batch, 1, part, queries[part], last=last)
 
-    assert batch.counts(batch.probes) == [6, 4, 2]
-    expected = paid(3, 6) + paid(7, 10) + paid(10, 12)
-    torch.testing.assert_close(paid(0, 12, last=3), expected)
+    assert batch.counts(batch.probes) == [6, 6, 2]
+    expected = paid(3, 6) + paid(9, 12) + paid(12, 14)
+    torch.testing.assert_close(paid(0, 14, last=3), expected)
     assert asked[-3:] == [3, 3, 2]
-    in_chunks = paid(0, 2, last=3) + paid(2, 8, last=3) + paid(8, 12, last=3)
+    in_chunks = paid(0, 2, last=3) + paid(2, 8, last=3) + paid(8, 14, last=3)
     torch.testing.assert_close(in_chunks, expected)
 
 
@@ -178,6 +178,37 @@ def test_layers_without_a_kernel_attend_in_rows_beside_others(
     check(world, name)
     assert any(by_kernel(world))
     assert world.in_rows
+
+
+PROBING = [name for name, recipe in RECIPES.items() if recipe.get("program", FIXED).probes_suffix]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("windows", [(0,) * LAYERS, (5, 5, 0, 5)], ids=str)
+@pytest.mark.parametrize("name", PROBING)
+def test_a_forward_behind_the_pass_reads_the_question_as_a_second_reading_in_it(
+    name: str, windows: tuple[int, ...], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question, blocks = [17, 18, 19, 20, 21], np.random.default_rng(2).permutation(100)[:8]
+    whole = make_plan(
+        "one", 8, [0, 12, *question], 22, blocks, [7], probes=question, **RECIPES[name]
+    )
+    left, worlds = whole.leaving_suffix(), (World(monkeypatch, windows=windows) for _ in range(2))
+    assert (left.stop, len(left.suffix)) == (8 + 17, 6)
+    active, kv = [], []
+    for world, plan in zip(worlds, (whole, left), strict=True):
+        world.run_compiled(compiled)
+        active.append(carried_out(world, [plan])[1][0])
+        kv.append(world.kv(plan))
+    assert active[0] == [*active[1], *range(left.stop, whole.stop)], "the choice is the same"
+    decoder = TinyDecoder(world)
+    states = {
+        left.stop + i: decoder.embed(int(token), left.stop + i)
+        for i, token in enumerate(left.suffix)
+    }
+    decoder.run(range(LAYERS), states, kv[1])
+    for where, expected in kv[0].items():
+        np.testing.assert_allclose(kv[1][where], expected, atol=3e-4, err_msg=str(where))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -248,6 +279,6 @@ def test_the_work_that_is_reported_is_done(
     _, active = carried_out(world, plans)
     promised = 0
     for plan, found in zip(plans, active, strict=True):
-        always = int(plan.recipe.always.sum()) + (plan.next_token is not None)
+        always = int(plan.recipe.always.sum())
         promised += plan.layer_tokens(world.layers.model, len(found) - always)
     assert world.layer_tokens == promised

@@ -79,7 +79,7 @@ class Subject:
             [],
             0,
             self.blocks if blocks is None else blocks,
-            next_token=after if recipe.program.probes_next_token else None,
+            suffix=self.token_ids[-1:] if recipe.program.probes_suffix else self.token_ids[:0],
             token_at_stop=after,
         )
 

@@ -123,6 +123,9 @@ class Known:
     def all_layers(self, tokens, batch) -> Chunks[LayerState]:
         return (yield from self.run(0, LAYERS, tokens, None, batch))
 
+    def note_finite(self, state: LayerState, tokens, batch) -> None:
+        assert len(state.hidden_states) == len(tokens)
+
     def keep(self, state: LayerState, index: torch.Tensor) -> LayerState:
         return state.take(index)
 
@@ -389,16 +392,16 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
     plans = [
         make_plan("hit", 8, [2, 3, 10], 11, blocks[:5]),
         make_plan("cold", 0, [0, 6], 9, blocks[5:8]),
-        make_plan("next", 13, [], 6, blocks[8:13], next_token=1),
+        make_plan("next", 13, [], 6, blocks[8:14], [1, 2]),
     ]
     batch = Batch(plans, size, torch.device("cpu"))
     probed = batch.probes.device
-    assert probed.tolist() == [2, 3, 10, 11, 17, 26]
+    assert probed.tolist() == [2, 3, 10, 11, 17, 26, 27]
     queries = torch.randn(len(probed), heads, channels)
-    paid = layers.attention_scores(batch, layer, slice(0, 6), queries, gather)
+    paid = layers.attention_scores(batch, layer, slice(0, 7), queries, gather)
     chunks = [
         layers.attention_scores(batch, layer, part, queries[part], gather)
-        for part in (slice(0, 3), slice(3, 5), slice(5, 6))  # of one plan, of two, of the last
+        for part in (slice(0, 3), slice(3, 5), slice(5, 7))  # of one plan, of two, of the last
     ]
     together = torch.stack(chunks)
     torch.testing.assert_close(together.amax(0) if gather is Gather.MAX else together.sum(0), paid)
@@ -406,10 +409,10 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
     expected = []
     rows = iter(queries.double())
     for plan in plans:
-        last = plan.stop + (plan.next_token is not None)
+        last = plan.stop + len(plan.suffix)
         mass = dict.fromkeys(range(plan.start, last), 0.0)
         asking = [plan.start + i for i in np.flatnonzero(plan.recipe.probes)]
-        for position in asking + [plan.stop] * (plan.next_token is not None):
+        for position in [*asking, *range(plan.stop, last)]:
             query = next(rows)
             for h in range(heads):
                 held = [

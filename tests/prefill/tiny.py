@@ -8,7 +8,7 @@ Passes run on it as they do on a loaded model: through `LayerRunner`, `DecoderSt
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -346,10 +346,11 @@ class World:
         return sum(len(slots) for _, slots in self.written)
 
     def kv(self, plan: ReusePlan) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
-        """(layer, position) -> keys and values, each `[KV_HEADS, CHANNELS]`, float64."""
+        """(layer, position) -> keys and values, each `[KV_HEADS, CHANNELS]`, float64; without the
+        suffix, whose slots nobody reads."""
         found = {}
         for layer, cache in enumerate(self.caches):
-            for position in range(plan.stop + (plan.next_token is not None)):
+            for position in range(plan.stop):
                 block, offset = plan.block_ids[position // SIZE], position % SIZE
                 found[layer, position] = tuple(cache[block, :, :, offset].double().numpy())
         return found
@@ -367,7 +368,7 @@ def make_plan(
     always: list[int],
     count: int,
     blocks: np.ndarray,
-    next_token: int | None = None,
+    suffix: Sequence[int] = (),
     pieces: list[tuple[int, int, int, int, int]] | None = None,
     probes: list[int] | None = None,
     program: Program = FIXED,
@@ -380,7 +381,7 @@ def make_plan(
     Args:
         always, probes: counted from `start`; probes are those that are always computed, unless
             given.
-        pieces: see `ReusePlan`.
+        suffix, pieces: see `ReusePlan`.
         program, top_k: see `Recipe`.
         lora_id: see `ReusePlan`.
         enters: see `staged`.
@@ -401,7 +402,7 @@ def make_plan(
         donor_blocks=[],
         donor_depth=0,
         block_ids=blocks.astype(np.int32),
-        next_token=next_token,
+        suffix=np.array(suffix, np.int32),
         reports=recipe.program.reports,
         lora_id=lora_id,
     )

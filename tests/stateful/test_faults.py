@@ -161,10 +161,6 @@ def copied_tokens_donate(patch: Patch) -> None:
     patch.setattr(Donors, "_computed_whole", whole)
 
 
-def the_token_behind_a_spread_plan_donates_before_it_is_computed(patch: Patch) -> None:
-    patch.setattr(ReusePlan, "named_early", lambda *_: None)
-
-
 def provenance_has_no_bound(patch: Patch) -> None:
     _pretending(patch, Donors, "depths", _max_depth=99)
     _pretending(patch, ContentFinder, "find", _max_depth=99)
@@ -217,8 +213,12 @@ def a_preempted_request_is_planned_with_its_old_tokens(patch: Patch) -> None:
     patch.setattr(Prompt, "with_tokens", lambda self, _: self)
 
 
-def a_spread_plan_has_no_slot_for_the_token_behind_it(patch: Patch) -> None:
-    patch.setattr(ReusePlan, "num_supplied", property(lambda it: it.num_restored + it.num_tokens))
+def a_question_that_vllm_computes_later_has_no_slots(patch: Patch) -> None:
+    patch.setattr(SegmentBlockPool, "written_until", lambda *_: 0)
+
+
+def what_the_pass_has_written_for_a_question_counts_as_computed(patch: Patch) -> None:
+    patch.setattr(ReusePlan, "num_supplied", property(lambda it: it.num_restored + it.num_written))
 
 
 def a_spread_plan_is_forgotten_when_its_request_runs(patch: Patch) -> None:
@@ -361,10 +361,6 @@ FAULTS: dict[Callable[[Patch], None], tuple[Callable[[], None], str]] = {
     evicted_blocks_stay_indexed: (_simulations(1), r"block \d+ has no name"),
     a_reset_leaves_the_index: (_simulations(3), "a reset left segments behind"),
     copied_tokens_donate: (_simulations(4), "hold copied tokens, which never donate"),
-    the_token_behind_a_spread_plan_donates_before_it_is_computed: (
-        test_world.test_the_token_behind_a_spread_plan_does_not_donate_before_it_is_computed,
-        "other tokens",
-    ),
     provenance_has_no_bound: (_simulations(0), "hold a provenance too deep to donate"),
     donors_are_moved_from_where_their_block_begins: (
         _simulations(0),
@@ -376,7 +372,11 @@ FAULTS: dict[Callable[[Patch], None], tuple[Callable[[], None], str]] = {
     a_namespace_gives_its_id_back_while_its_blocks_live: (_simulations(1), "never saw block"),
     admission_stays_closed: (_simulations(0), "free queue"),
     a_preempted_request_is_planned_with_its_old_tokens: (_simulations(2), "other tokens"),
-    a_spread_plan_has_no_slot_for_the_token_behind_it: (_simulations(2), "is out of bounds"),
+    a_question_that_vllm_computes_later_has_no_slots: (_simulations(2), "is out of bounds"),
+    what_the_pass_has_written_for_a_question_counts_as_computed: (
+        _simulations(0),
+        "where the plan ends|its plan ended at",
+    ),
     a_spread_plan_is_forgotten_when_its_request_runs: (_simulations(0), f"{EXACT_NAME}|too deep"),
     workers_carry_on_with_what_a_reset_has_called_back: (_reset, "its plan ended at"),
     a_reset_leaves_alone_what_is_set_aside: (_reset, "Failed to reset KV cache"),

@@ -118,9 +118,8 @@ def test_22_an_end_while_the_word_is_under_way_is_told_once() -> None:
     world.drain()
 
 
-def test_the_token_behind_a_spread_plan_does_not_donate_before_it_is_computed() -> None:
-    """Its block, all of whose other tokens are computed, is named when the plan is done. Here the
-    request does not run in that step: there is no block for its drafts."""
+def test_a_question_behind_a_spread_plan_has_its_slots_and_is_not_computed() -> None:
+    """It runs once the plan is done, although no block is free."""
     world = World(Setup(40, spread_tokens=1, drafts=3))
     world.add(Ask(tokens=list(DOCUMENTS[0]), keys=("a",), max_tokens=1))
     world.sessions.begin([40, 41], None, answer=1)  # it holds blocks for the rest of the test
@@ -134,9 +133,10 @@ def test_the_token_behind_a_spread_plan_does_not_donate_before_it_is_computed() 
         if request.request_id in world.scheduler.finished_recving_kv_req_ids:
             break
         world.step()
+    assert request.num_computed_tokens == 2 + len(DOCUMENTS[0])
     world.hold(world.pool.get_num_free_blocks())
     world.schedule()
-    assert (request.status.name, request.num_computed_tokens) == ("WAITING", len(tokens) - 1)
+    assert (request.status.name, request.num_computed_tokens) == ("RUNNING", len(tokens))
     world.check()
     world.drain()
 

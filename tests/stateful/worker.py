@@ -419,8 +419,11 @@ class Worker:
         return over
 
     def _write_unfinished(self, plan: ReusePlan, request: Running) -> None:
-        """Slots that hold nothing that anybody may read, also that of the token behind."""
-        slots = self._write(request, plan.start, plan.start + plan.num_written)
+        """Slots that hold nothing that anybody may read, also those of the suffix."""
+        self._spoil(request, plan.start, plan.written_until)
+
+    def _spoil(self, request: Running, start: int, stop: int) -> None:
+        slots = self._write(request, start, stop)
         self.position[slots] = -1
         self.history[slots] = APPROXIMATE
 
@@ -435,7 +438,7 @@ class Worker:
         spans = [(self._requests[i], starts[i], starts[i] + n) for i, n in scheduled.items()]
         under_way = [(spread.plan, spread.request) for spread in self._spread.values()]
         for plan, request in [*zip(plans, requests, strict=True), *under_way]:
-            spans.append((request, plan.begin, plan.start + plan.num_written))
+            spans.append((request, plan.begin, plan.written_until))
         slots: set[int] = set()
         for request, start, stop in spans:
             slots.update(self.slots(request.blocks, start, stop).tolist())
@@ -457,12 +460,16 @@ class Worker:
             assert starts[name] == plan.stop, f"{name}: where the plan ends"
         # What could not be restored is computed, though nothing is reused behind it.
         if plan.reused.any() and not _is_exact(plan):
-            ends = {len(request.tokens) - 1}
-            ends |= {plan.pieces.stop} if plan.recipe.may_leave_tail else set()
+            last = len(request.tokens) - 1
+            ends = {last, plan.pieces.stop, last + 1 - len(plan.suffix)}
             assert plan.stop in ends, f"{name}: where the plan ends"
             most = len(request.tokens) - plan.stop
             few = plan.spread or 0 < scheduled[name] <= most
             assert few, f"{name}: vLLM computes more than what is behind the plan"
+        behind, chooses = request.tokens[plan.stop :], plan.recipe.program.probes_suffix
+        assert plan.suffix.tolist() in ([behind] if chooses else [[], behind]), (
+            f"{name}: the suffix"
+        )
         assert plan.block_ids.tolist() == request.blocks, f"{name}: a plan of other blocks"
         tokens = request.tokens[plan.start : plan.stop]
         assert plan.token_ids.tolist() == tokens, f"{name}: a plan of other tokens"
@@ -535,6 +542,7 @@ class Worker:
         self, plan: ReusePlan, request: Running, token: np.ndarray, position: np.ndarray
     ) -> None:
         computed = self._carry_out(plan)
+        self._spoil(request, plan.stop, plan.written_until)
         slots = self._write(request, plan.start, plan.stop) if plan.num_tokens else []
         self.token[slots] = np.where(computed, plan.token_ids, token)
         self.position[slots] = np.where(computed, np.arange(plan.start, plan.stop), position)
@@ -554,7 +562,7 @@ class Worker:
         computed[rng.permutation(np.flatnonzero(recipe.candidates))[:count]] = True
         drift = float(rng.uniform(0, LARGEST_DRIFT)) if program.measures_drift else None
         in_full = drift is not None and drift > plan.max_drift
-        active = int(computed.sum()) + int(plan.next_token is not None)
+        active = int(computed.sum())
         if in_full:
             computed[:] = True
         before, tested = computed.copy(), None

@@ -71,6 +71,10 @@ class Naming(Protocol):
         exact: consecutive ones from token `start` on, which end at `stop` at the latest. Called
         with each lookup of a prefix hit; the last answer counts."""
 
+    def written_until(self, request_id: str) -> int:
+        """Tokens of a request for which slots are written before its first step is over, also of
+        text that vLLM computes in a later step; 0: vLLM knows of all."""
+
     def allocation_failed(self, request_id: str, blocks: int) -> None:
         """A request was not allocated, for want of so many blocks, although no other holds any."""
 

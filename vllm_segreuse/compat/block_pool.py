@@ -177,6 +177,10 @@ class SegmentBlockPool(BlockPool):
         found = self._naming.left_behind(request_id, start, stop)
         return [self.blocks[block_id] for block_id in found]
 
+    def written_until(self, request_id: str) -> int:
+        """Tokens of a request that need slots, whoever computes them; see `Naming`."""
+        return self._naming.written_until(request_id)
+
     def allocation_failed(self, request_id: str, blocks: int) -> bool:
         """A request was not allocated, for want of so many blocks, although no other holds any.
         Listeners release what they hold for others. Else, if its plan pins donors, it would wait

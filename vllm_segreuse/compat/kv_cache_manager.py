@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.v1.core.kv_cache_manager.KVCacheManager`: frozen blocks go before a request has to wait,
-and a prefix hit ends in front of compressed documents, or goes on with what an earlier turn left.
+"""`vllm.v1.core.kv_cache_manager.KVCacheManager`: frozen blocks go before a request has to wait, a
+pass gets slots for a question that vLLM computes later, and a prefix hit ends in front of
+compressed documents, or goes on with what an earlier turn left.
 
 vLLM preempts or holds requests back where `allocate_slots` finds too few free blocks, and has no
 hook to evict blocks that a connector holds. A failed allocation changes nothing, so it is repeated.
+
+It allocates slots for what it computes in a step. A pass reads the question before that, also where
+vLLM computes it in several steps, or only once a plan of several steps is done. So its slots are
+asked for as lookahead, which vLLM has for drafts: they are filled by later steps.
 
 A request skips vLLM's prefix lookup or takes all of what it finds. Where it names compressed
 documents, the KV of their kept tokens as a text is not what it asks for. Blocks without exact names
 are found by nobody, and a connector can only copy them, though a request may want them as they are.
 
 Obsolete when blocks can be kept with a priority below running requests, and a connector can bound a
-request's prefix hit or add resident blocks to it: vllm-project/vllm#37003 and
+request's prefix hit, add resident blocks to it, or ask for slots: vllm-project/vllm#37003 and
 vllm-project/vllm#38514 propose retention by token range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -36,23 +42,27 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
     lookahead = signature.parameters["num_lookahead_tokens"].default
 
     def retried(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        allocated = original(self, request, num_new_tokens, *args, **kwargs)
         pool = self.block_pool
-        if allocated is not None or not isinstance(pool, SegmentBlockPool):
-            return allocated
-        given, needed = signature.bind(self, request, num_new_tokens, *args, **kwargs), 0
+        if not isinstance(pool, SegmentBlockPool):
+            return original(self, request, num_new_tokens, *args, **kwargs)
+        given = signature.bind(self, request, num_new_tokens, *args, **kwargs).arguments
+        options = dict(list(given.items())[3:])
+        ahead = pool.written_until(request.request_id) - _computed(request, options)
+        more = {"num_lookahead_tokens": max(_lookahead(options), ahead - num_new_tokens)}
+        allocate = partial(original, self, request, num_new_tokens, **options | more)
+        allocated, needed = allocate(), 0
         while allocated is None and not pool.is_closed:
-            needed = _blocks_needed(self, request, num_new_tokens, given.arguments)
+            needed = _blocks_needed(self, request, num_new_tokens, options)
             if not pool.make_room(needed - pool.num_free_blocks()):
                 break
-            allocated = original(self, request, num_new_tokens, *args, **kwargs)
+            allocated = allocate()
         # A request that waits for others, or for the next step, keeps its plan.
         if (
             allocated is None
             and not (pool.is_closed or has_running_requests(self))
             and pool.allocation_failed(request.request_id, max(1, needed - pool.num_free_blocks()))
         ):
-            allocated = original(self, request, num_new_tokens, *args, **kwargs)
+            allocated = allocate()
         return allocated
 
     # Called for each running request in every step, with these arguments alone; `*args, **kwargs`
@@ -102,11 +112,8 @@ def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dict[str, Any]) -> int:
     """Free blocks with which the allocation cannot fail: enough for all that is known of it."""
-    known = options.get("num_new_computed_tokens", 0) + options.get(
-        "num_external_computed_tokens", 0
-    )
-    tokens = max(request.num_tokens, request.num_computed_tokens + known + num_new_tokens)
-    tokens += options.get("num_lookahead_tokens", 0)
+    tokens = max(request.num_tokens, _computed(request, options) + num_new_tokens)
+    tokens += _lookahead(options)
     group = manager.block_pool.group
     total = -(-min(tokens, manager.max_model_len) // group.block_size)
     hit = options.get("new_computed_blocks")
@@ -114,6 +121,16 @@ def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dic
     held = len(group.of(manager.get_block_ids(request.request_id)))
     kept = manager.watermark_blocks + options.get("reserved_blocks", 0)
     return int(total - held - shared + kept)
+
+
+def _computed(request: Any, options: dict[str, Any]) -> int:
+    """Tokens of a request that are computed, or found, before what is allocated for."""
+    found = ("num_new_computed_tokens", "num_external_computed_tokens")
+    return int(request.num_computed_tokens + sum(options.get(name, 0) for name in found))
+
+
+def _lookahead(options: dict[str, Any]) -> int:
+    return int(options.get("num_lookahead_tokens", 0))
 
 
 def has_running_requests(manager: Any) -> bool:

@@ -58,6 +58,7 @@ class Counts(NamedTuple):
         chosen: by their score, outside of these.
         probes: whose queries give the scores.
         entering: computed from each of the program's cuts on.
+        suffix: behind the plan (`ReusePlan.suffix`); they run up to the choice.
     """
 
     tokens: int
@@ -65,6 +66,7 @@ class Counts(NamedTuple):
     chosen: int
     probes: int
     entering: tuple[int, ...] = ()
+    suffix: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,13 @@ class Program:
         check: of the plan's similar segments, once the program has run; None: no segment can be
             rejected. Plans may share a pass whatever is checked of each.
         chooses: whether tokens are chosen by a score.
-        probes_next_token: whether the query of the token behind the plan takes part in the choice.
+        probes_suffix: whether queries of tokens behind the plan take part in the choice.
         computes_before_choice: whether new tokens that do not probe are done before the choice.
     """
 
     check: Check | None = field(default=None, kw_only=True, compare=False, repr=False)
     chooses: ClassVar[bool] = True
-    probes_next_token: ClassVar[bool] = False
+    probes_suffix: ClassVar[bool] = False
     computes_before_choice: ClassVar[bool] = False
 
     @property
@@ -112,7 +114,9 @@ class Program:
 
     def most_active(self, counts: Counts) -> int:
         """Most tokens that any layer computes."""
-        return counts.tokens if self.dense_layers else counts.always + counts.chosen
+        if self.dense_layers:
+            return counts.tokens + counts.suffix
+        return counts.always + max(counts.chosen, counts.suffix)
 
     def cost(self, counts: Counts, layers: ModelLayers) -> int:
         """Tokens computed, summed over the layers of the model."""
@@ -165,7 +169,7 @@ class Boundary(Program):
     one, or the first. Where that attends to a window only, the next one that does not."""
 
     dense_layers: int = 0
-    probes_next_token = True
+    probes_suffix = True
 
     def scored_layer(self, layers: ModelLayers) -> int:
         """The layer whose attention gives the scores."""
@@ -173,9 +177,10 @@ class Boundary(Program):
 
     def cost(self, counts: Counts, layers: ModelLayers) -> int:
         """Behind the dense layers, what is always computed passes the layers up to the scored one
-        twice."""
-        again = max(0, self.scored_layer(layers) + 1 - self.dense_layers)
-        return super().cost(counts, layers) + again * counts.always
+        twice; the suffix passes no others."""
+        before = max(self.scored_layer(layers) + 1, self.dense_layers)
+        again = (before - self.dense_layers) * counts.always
+        return super().cost(counts, layers) + again + before * counts.suffix
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class Probed(Program):
     """By the attention that the probes pay at all layers that attend to the whole prompt, but the
     last. What is always computed is computed first: a probe attends to the new text before it, too,
     and until then that is whatever the blocks held last. Behind the choice only the probes run once
-    more; other new text has not seen what was chosen.
+    more, those of the suffix in vLLM's forward; other new text has not seen what was chosen.
 
     Attributes:
         gather: how that attention becomes a score.
@@ -201,7 +206,7 @@ class Probed(Program):
     gather: Gather
     threshold: float = 0.0
     first_layer: int = 0
-    probes_next_token = True
+    probes_suffix = True
     computes_before_choice = True
 
     @property
@@ -219,6 +224,6 @@ class Probed(Program):
         return layers.scored_from(self.first_layer)
 
     def cost(self, counts: Counts, layers: ModelLayers) -> int:
-        """The probes are computed once more, up to the last scored layer."""
-        again = self.scored_layers(layers)[-1] + 1
-        return super().cost(counts, layers) + again * counts.probes
+        """Probes also pass the layers up to the last scored one, before the choice."""
+        before = self.scored_layers(layers)[-1] + 1
+        return super().cost(counts, layers) + before * (counts.probes + counts.suffix)

@@ -159,11 +159,19 @@ class Recipe:
         chooses_all = self.top_k > 0 and not self.leaves_a_choice
         return self.always | self.candidates if chooses_all else self.always
 
-    @property
-    def may_leave_tail(self) -> bool:
-        """Whether new text behind all reused tokens can be left to vLLM's forward, which runs in
-        any case: the pass reads nothing of it, and chooses nothing by it."""
-        return self.program == Fixed() and self.program.check is None
+    def suffix_tokens(self, new_from: int) -> int:
+        """How many tokens at the end can be left to vLLM's forward, which runs in any case: those
+        that the pass computes for their own sake, and for a choice at most.
+
+        Args:
+            new_from: from here on no token is reused.
+        """
+        count = len(self.fates)
+        if self.program.probes_suffix:
+            others = np.flatnonzero(self.fates != Fate.PROBE)
+            return count - max(new_from, int(others[-1]) + 1 if len(others) else 0)
+        chooses_nothing = self.program == Fixed() and self.program.check is None
+        return count - new_from if chooses_nothing else 0
 
     def up_to(self, stop: int) -> Recipe:
         """The same of the first `stop` tokens."""
@@ -202,22 +210,23 @@ class Recipe:
         before, left = (count(of == Fate.CANDIDATE) for of in (self.fates, fates))
         return Recipe.of(self.program, fates, round(self.top_k * left / max(1, before)))
 
-    def counts(self, chosen: int, behind: int = 0) -> Counts:
+    def counts(self, chosen: int, suffix: int = 0) -> Counts:
         """Tokens by what is done with them.
 
         Args:
             chosen: by their score.
-            behind: tokens behind the plan that are computed and probed with it.
+            suffix: tokens behind the plan that probe, too.
         """
         entering = tuple(
             count(self.fates == Fate.ENTERS + cut) for cut in range(len(self.program.cuts))
         )
         return Counts(
-            tokens=len(self.fates) + behind,
-            always=count(self.always) + behind,
+            tokens=len(self.fates),
+            always=count(self.always),
             chosen=chosen,
-            probes=count(self.probes) + behind,
+            probes=count(self.probes),
             entering=entering,
+            suffix=suffix,
         )
 
 

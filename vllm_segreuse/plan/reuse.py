@@ -47,7 +47,7 @@ TO_THE_END = np.iinfo(np.int32).max
 class ReusePlan:
     """The work of one request: positions `[begin, stop)` are supplied by the connector.
 
-    prefix hit | restored | reused and computed | token at stop
+    prefix hit | restored | reused and computed | new text behind, at least one token
                begin      start                 stop
 
     Attributes:
@@ -63,12 +63,12 @@ class ReusePlan:
         donor_blocks: distinct blocks of vLLM's pool that the pieces read.
         donor_depth: largest provenance depth among them (`Matches.max_depth`).
         block_ids: int32, the request's block table; known once vLLM has allocated it.
-        next_token: the token at `stop`, where it is probed; else None. vLLM computes it after the
-            pass, but no query says more about what the answer will need. Whoever computes such a
-            plan writes the KV of that token, too: what a spoilt pass left there would spoil the
-            next one.
-        token_at_stop: the token at `stop`, whoever computes it; None: not known. Drafts are given
-            it with the hidden state of the token before.
+        suffix: int32 `[n]`, the tokens from `stop` on, where they are probed: the end of the
+            question, or the prompt's last token alone. The pass reads them to choose, and leaves
+            some KV in their slots; vLLM's forward reads them again behind what was chosen, and
+            writes theirs.
+        token_at_stop: the token at `stop`; None: not known. Drafts are given it with the hidden
+            state of the token before.
         spread: carried out over several steps, while the request is set aside.
         max_drift: above it everything is computed after all, where drift is measured.
         reports: the workers report a `PlanOutcome`. Of other plans they do so only if they have to
@@ -76,9 +76,9 @@ class ReusePlan:
         lora_id: vLLM's number of the request's LoRA adapter; 0: none.
         trace_headers: W3C trace context that the request came with; None: it is not traced.
         explains: the workers report which tokens they have computed, where they choose them.
-        mrope_positions: int32 `[3, num_tokens + 1]`: time, height and width of the tokens,
-            up to that at `stop`, by which M-RoPE rotates; None: a prompt of text, whose
-            tokens have their index in all three.
+        mrope_positions: int32 `[3, n]`: time, height and width of the tokens, with the suffix, by
+            which M-RoPE rotates; None: a prompt of text, whose tokens have their index in all
+            three.
     """
 
     request_id: str
@@ -90,7 +90,7 @@ class ReusePlan:
     donor_blocks: list[int]
     donor_depth: int
     block_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    next_token: int | None = None
+    suffix: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     token_at_stop: int | None = None
     spread: bool = False
     max_drift: float = math.inf
@@ -140,8 +140,8 @@ class ReusePlan:
 
     @property
     def num_supplied(self) -> int:
-        """Tokens the connector supplies; of a spread plan, all whose slots it writes."""
-        return self.num_restored + (self.num_written if self.spread else self.num_tokens)
+        """Tokens the connector supplies."""
+        return self.num_restored + self.num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -151,22 +151,12 @@ class ReusePlan:
     @property
     def num_written(self) -> int:
         """Tokens whose slots the pass writes."""
-        return self.num_tokens + self._behind
+        return self.num_tokens + len(self.suffix)
 
     @property
-    def _behind(self) -> int:
-        return int(self.next_token is not None)
-
-    def named_early(self, block_size: int) -> int | None:
-        """Index of the block that vLLM names before it has computed its last token; None: none.
-
-        Of a spread plan that probes the token behind it. vLLM names what is full when the plan is
-        done, and computes that token in a later step. Where it does not end a block, its block is
-        full, and named, only after that.
-        """
-        named_until = self.stop + self._behind
-        is_early = self.spread and self._behind and named_until % block_size == 0
-        return named_until // block_size - 1 if is_early else None
+    def written_until(self) -> int:
+        """Behind the last slot that the pass writes."""
+        return self.start + self.num_written
 
     @property
     def reused(self) -> BoolArray:
@@ -241,7 +231,7 @@ class ReusePlan:
     def num_chosen(self, computed: int) -> int:
         """Tokens that were chosen by their score, if so many were computed behind the dense
         layers."""
-        return computed - self.recipe.counts(0, self._behind).always
+        return computed - self.recipe.counts(0).always
 
     def in_full(self) -> ReusePlan:
         """The same tokens, all that may be computed at every layer, by the pass's own layers. What
@@ -250,9 +240,12 @@ class ReusePlan:
 
     def without_copies(self) -> ReusePlan:
         """The same tokens, all computed at every layer by the pass's own layers, also those that
-        were to be restored: no copy can be relied on. That is reported."""
+        were to be restored: no copy can be relied on. That is reported.
+
+        So is the suffix: what a spoilt pass left in its slots would spoil this one.
+        """
         if self.restoration is None:
-            return replace(self.in_full(), reports=True)
+            return replace(self.in_full(), suffix=self.suffix, reports=True)
         tokens = np.concatenate((self.restoration.token_ids, self.token_ids))
         nothing = self.restoration.pieces
         nothing = nothing.where(np.zeros(len(nothing), np.bool_))
@@ -262,25 +255,49 @@ class ReusePlan:
         whole = replace(
             self, start=self.begin, token_ids=tokens, restoration=given_up, reports=True
         )
-        return whole.in_full()
+        return replace(whole.in_full(), suffix=self.suffix)
 
     def computing(self, tokens: BoolArray) -> ReusePlan:
         """The same plan; of its tokens these are computed at every layer, by the pass's own
-        layers, and what the others hold is left as it is.
+        layers, and what the others hold is left as it is. Nothing is chosen, so no suffix is read.
 
         Args:
             tokens: bool `[stop - start]`.
         """
         recipe = Recipe.without_choice(tokens).fixing(self.recipe.fixed)
-        return replace(self, recipe=recipe)
+        return replace(self, recipe=recipe, suffix=self.suffix[:0])
 
-    def computed_by(self, recipe: Recipe) -> ReusePlan:
-        """The same reuse, with another recipe."""
+    def computed_by(self, recipe: Recipe, token_ids: IntArray) -> ReusePlan:
+        """The same reuse, with another recipe.
+
+        Args:
+            recipe: of the tokens from `start` on, also of those that this plan leaves to vLLM.
+            token_ids: int32 `[n + 1]`, of these, and the one behind.
+        """
+        whole = replace(
+            self,
+            stop=self.start + len(recipe.fates),
+            token_ids=token_ids[:-1],
+            recipe=recipe,
+            suffix=token_ids[-1:] if recipe.program.probes_suffix else token_ids[:0],
+            token_at_stop=int(token_ids[-1]),
+            reports=recipe.program.reports,
+        )
+        return whole.leaving_suffix()
+
+    def leaving_suffix(self) -> ReusePlan:
+        """The same plan, which ends where vLLM's forward can go on."""
+        count = self.num_tokens - self.recipe.suffix_tokens(self.pieces.stop - self.start)
+        if count == self.num_tokens:
+            return self
+        left = self.token_ids[count:]
         return replace(
             self,
-            recipe=recipe,
-            next_token=self.token_at_stop if recipe.program.probes_next_token else None,
-            reports=recipe.program.reports,
+            stop=self.start + count,
+            token_ids=self.token_ids[:count],
+            recipe=self.recipe.up_to(count),
+            suffix=np.concatenate([left, self.suffix]) if len(self.suffix) else self.suffix,
+            token_at_stop=int(left[0]),
         )
 
     def layer_tokens(self, layers: ModelLayers, chosen: int | None = None) -> int:
@@ -292,7 +309,7 @@ class ReusePlan:
         """
         recipe = self.recipe
         chosen = recipe.top_k if chosen is None else chosen
-        return recipe.program.cost(recipe.counts(chosen, self._behind), layers)
+        return recipe.program.cost(recipe.counts(chosen, len(self.suffix)), layers)
 
     def computed_share(
         self,
@@ -322,5 +339,6 @@ class ReusePlan:
 
     @property
     def active_tokens(self) -> int:
-        """Most tokens of `[start, stop)` that any layer of the pass computes."""
-        return self.recipe.program.most_active(self.recipe.counts(self.recipe.top_k))
+        """Most tokens that any layer of the pass computes."""
+        counts = self.recipe.counts(self.recipe.top_k, len(self.suffix))
+        return self.recipe.program.most_active(counts)

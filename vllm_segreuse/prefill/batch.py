@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ EVERY = slice(None)
 class Batch:
     """Tokens `[start, stop)` of plans with equal programs and the same adapter, as flat tensors.
 
-    Behind them stands the token at `stop`, where it is probed; it is always computed, too.
+    Behind them stands the suffix of each plan, which probes.
 
     Args:
         plans: at least one.
@@ -33,8 +32,9 @@ class Batch:
     Attributes:
         program: of the plans, whose checks may differ.
         tokens: every token, by plan, then by position.
-        always, probes: see `Recipe`.
-        lengths: tokens of each plan.
+        always, probes: see `Recipe`; the suffixes are among them.
+        suffix: of all plans, which goes no further than to the choice.
+        lengths: tokens of each plan, with its suffix.
         bounds: first token of each plan, and the end.
         block_tables: int32 `[plans, blocks]`.
         lora_id: adapter of the plans.
@@ -61,8 +61,7 @@ class Batch:
         tables = np.zeros((len(plans), widest), dtype=np.int32)
         for row, plan in zip(tables, plans, strict=True):
             row[: len(plan.block_ids)] = plan.block_ids
-        last = [[] if plan.next_token is None else [plan.next_token] for plan in plans]
-        self.lengths = [plan.num_tokens + len(more) for plan, more in zip(plans, last, strict=True)]
+        self.lengths = [plan.num_written for plan in plans]
         request = np.repeat(np.arange(len(plans)), self.lengths)
         positions = np.concatenate(
             [np.arange(p.start, p.start + n) for p, n in zip(plans, self.lengths, strict=True)]
@@ -70,12 +69,9 @@ class Batch:
         slots = tables[request, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
 
-        def joined(parts: list[np.ndarray], behind: list[list[Any]], dtype: type) -> np.ndarray:
-            both = [part for pair in zip(parts, behind, strict=True) for part in pair]
-            return np.concatenate([np.asarray(part, dtype) for part in both])
-
+        ids = [part for plan in plans for part in (plan.token_ids, plan.suffix)]
         self.tokens = TokenTable(
-            upload(joined([p.token_ids for p in plans], last, np.int64), device),
+            upload(np.concatenate(ids).astype(np.int64), device),
             upload(positions, device),
             upload(request, device),
             upload(slots, device),
@@ -83,11 +79,18 @@ class Batch:
             self._numbers(positions, device),
         )
         self._device, self._block_size, self._slots = device, block_size, slots
-        probing = [[Fate.PROBE] * len(more) for more in last]
-        self._fates = joined([p.recipe.fates for p in plans], probing, np.int8)
+        self._fates = np.concatenate(
+            [
+                part
+                for plan in plans
+                for part in (plan.recipe.fates, np.full(len(plan.suffix), Fate.PROBE, np.int8))
+            ]
+        )
         self.always = Index.known(np.flatnonzero(self._fates >= Fate.ALWAYS), device)
         self.probes = Index.known(np.flatnonzero(self._fates == Fate.PROBE), device)
         self.bounds = np.concatenate([[0], np.cumsum(self.lengths)])
+        stops = np.array([plan.stop for plan in plans])
+        self.suffix = Index.known(np.flatnonzero(positions >= stops[request]), device)
         self.block_tables = upload(tables, device)
         self.sound = torch.ones(len(plans), dtype=torch.bool, device=device)
         self.drift = torch.full((len(plans),), torch.nan, dtype=torch.float64, device=device)
@@ -128,7 +131,7 @@ class Batch:
         """int64 `[tokens]`, on the device: the token behind each; -1 where it is not known, or
         vLLM is to compute the token itself."""
         behind = [
-            -1 if plan.token_at_stop is None or plan.next_token is not None else plan.token_at_stop
+            -1 if plan.token_at_stop is None or len(plan.suffix) else plan.token_at_stop
             for plan in self.plans
         ]
         ids = self.tokens.token_ids
@@ -166,6 +169,16 @@ class Batch:
     def probe_ends(self) -> list[int]:
         """Behind which of the probes each plan's end; the same at all layers."""
         return np.cumsum(self.counts(self.probes)).tolist()
+
+    def of_all(self, request: torch.Tensor, holds: torch.Tensor) -> torch.Tensor:
+        """bool `[plans]`, on the device: of which plans something holds for all of some tokens.
+
+        Args:
+            request: of each token, int64 `[tokens]`.
+            holds: bool `[tokens]`.
+        """
+        found = torch.ones(len(self.plans), dtype=torch.int64, device=self._device)
+        return found.scatter_reduce_(0, request, holds.long(), "amin").bool()
 
     def num_active(self, active: torch.Tensor) -> torch.Tensor:
         """How many of these flat indices are each plan's, int64 `[plans]`, on the device."""

@@ -180,12 +180,10 @@ class SparsePrefill:
         if self._drafts is not None:
             yield from self._drafts.run(batch, active, state)
         request = batch.tokens.request[active]
-        finite = torch.ones_like(request)
+        finite = torch.ones_like(request, dtype=torch.bool)
         if state is not None:
             finite &= self.runner.is_finite(state)
-        fine = torch.ones(len(batch.plans), dtype=torch.int64, device=self._device)
-        fine.scatter_reduce_(0, request, finite, "amin")
-        return Computed(batch, batch.at_all_layers(active), fine.bool())
+        return Computed(batch, batch.at_all_layers(active), batch.of_all(request, finite))
 
 
 class _Clock:

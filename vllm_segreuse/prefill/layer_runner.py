@@ -177,6 +177,11 @@ class LayerRunner:
                 finite &= torch.cat([chunk.isfinite().all(-1) for chunk in chunks])
         return finite
 
+    def note_finite(self, state: LayerState, tokens: TokenTable, batch: Batch) -> None:
+        """Plans of which some of these tokens' states are not finite are not `sound`. Of the suffix
+        nothing is seen later."""
+        batch.sound &= batch.of_all(tokens.request, self.is_finite(state))
+
     def enter(
         self, cut: int, active: Index, state: LayerState | None, batch: Batch
     ) -> tuple[Index, LayerState | None]:
@@ -275,9 +280,11 @@ class LayerRunner:
         if self.settings.compiled:
             context = functools.partial(self.attention.forward_context, queries=queries)
             state = yield from self._model(context, tokens, batch, queries)
+            self.note_finite(state, tokens, batch)
             return others, self.keep(state, rows)
         behind = last + 1
         state = yield from self.run(0, behind, tokens, None, batch, queries)
+        self.note_finite(state, tokens, batch)
         state = self.keep(state, rows)
         if len(others):
             left = batch.tokens.take(others)

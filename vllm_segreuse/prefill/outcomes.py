@@ -74,7 +74,7 @@ class Ended(NamedTuple):
         number = 0 if restoration is None else restoration.number
         if not self.fine:
             whole = self.plan.without_copies()
-            most = whole.num_written - whole.num_fixed
+            most = whole.num_tokens - whole.num_fixed
             positions = _everything(whole)
             return PlanOutcome(most, positions=positions, restoration=number), whole
         drift = None if math.isnan(self.drift) else self.drift
@@ -97,7 +97,7 @@ class Ended(NamedTuple):
             either = computed | second.recipe.always
             positions = tuple((np.flatnonzero(either) + self.plan.start).tolist())
             added = int(either.sum() - computed.sum())
-            again = second.recipe.counts(0, second.num_written - second.num_tokens).always
+            again = second.recipe.counts(0).always
             tested = tested._replace(added=added, again=again)
         return outcome._replace(positions=positions, acceptance=tested), second
 

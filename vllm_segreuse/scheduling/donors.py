@@ -153,9 +153,6 @@ class Donors(BlockListener):
             return np.ones(count, np.bool_)
         computed = np.ones(count * size, dtype=np.bool_)
         low, high = max(plan.start - first, 0), min(plan.stop - first, count * size)
-        early = plan.named_early(size)
-        if early is not None and first_block <= early < first_block + count:
-            computed[plan.stop - first] = False
         if low < high:
             computed[low:high] = plan.recipe.settled[low + first - plan.start :][: high - low]
         return np.asarray(computed.reshape(count, size).all(axis=1), np.bool_)

@@ -61,6 +61,11 @@ class ExactNames:
             self._planner.give_up(request_id)
         return tracked.left_behind.block_ids
 
+    def written_until(self, request_id: str) -> int:
+        """Behind the last slot that the pass of a request's plan writes; 0: it has no plan."""
+        tracked = self._requests.get(request_id)
+        return 0 if tracked is None or tracked.plan is None else tracked.plan.written_until
+
     def _left_behind(self, tracked: TrackedRequest, start: int, stop: int) -> LeftBehind:
         finders, size = tracked.method.left_behind, self._block_size
         if not finders or not self._planner.reuses or tracked.mode is not Use.REUSE:

@@ -222,10 +222,9 @@ class Planner:
             prefix: looks the prefix hit up; called only if there is something to reuse.
 
         Returns:
-            Tokens up to the plan's end: to the last reused token, or `num_tokens - 1 - start` where
-            the pass has to compute what is behind it; one more where a spread plan computes the
-            last token, whose slot it then needs; 0 to run without reuse, or not at all in this step
-            if that closed admission; None to decide in a later step.
+            Tokens up to the plan's end: to the last reused token, to the question, or to the last
+            token where the pass has to compute what is before it; 0 to run without reuse, or not at
+            all in this step if that closed admission; None to decide in a later step.
         """
         self._drop(tracked.request_id)  # the pins of a plan that was made before
         tracked.plan = tracked.observed = tracked.decision.given_up = None
@@ -446,11 +445,9 @@ class Planner:
                     return None
                 recipe = recipe.fixing(of_images)
             recipe = for_similar(recipe, halo, pieces, start, stop)
-            if not tracked.is_required and recipe.may_leave_tail:
-                recipe, stop = recipe.up_to(pieces.stop - start), pieces.stop
         else:
             stop = start
-        return ReusePlan(
+        plan = ReusePlan(
             request_id=tracked.request_id,
             start=start,
             stop=stop,
@@ -459,7 +456,7 @@ class Planner:
             recipe=recipe,
             donor_blocks=found.restored.merged(pieces).donor_blocks,
             donor_depth=matches.max_depth,
-            next_token=int(tokens[stop]) if recipe.program.probes_next_token else None,
+            suffix=tokens[stop : stop + 1 if recipe.program.probes_suffix else stop],
             token_at_stop=int(tokens[stop]) if stop < len(tokens) else None,
             max_drift=tracked.method_in_force.max_drift,
             reports=recipe.program.reports or restoration is not None or tracked.is_required,
@@ -470,6 +467,7 @@ class Planner:
             left_out=matches.num_tokens - pieces.num_tokens,
             mrope_positions=None if images is None else images.mrope_positions(start, stop + 1),
         )
+        return plan if tracked.is_required or not len(pieces) else plan.leaving_suffix()
 
     def _missing_beside(self, donor_blocks: Iterable[int], state: PrefixState) -> int:
         """Blocks that a request lacks if donors are pinned; 0 or less: it lacks none."""

@@ -80,17 +80,15 @@ class Conversations(BlockListener):
             self._keep(tracked, blocks)
 
     def _keep(self, tracked: TrackedRequest, blocks: NamedBlocks) -> None:
-        plan, size = tracked.plan, self._block_size
         if tracked.donor_depth < 0 or tracked.request_id not in self._continuing:
             return
-        exact = tracked.exact_ends[1] // size
-        early = None if plan is None else plan.named_early(size)
+        exact = tracked.exact_ends[1] // self._block_size
         last = blocks.first + len(blocks.block_ids)
         names = self._names(tracked.prompt, blocks.first, last)
         for index, block, name in zip(
             range(blocks.first, last), blocks.block_ids, names, strict=False
         ):
-            if index >= exact and index != early:
+            if index >= exact:
                 self._forget(block)
                 self._kept[block] = name, tracked.donor_depth
                 self._block[name] = block

@@ -18,7 +18,8 @@ PROGRAM = Boundary
 def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     """Choose by the attention that the probes pay at the scored layer.
 
-    Behind the dense layers, only what is always computed goes on to that layer before the choice.
+    Behind the dense layers, only what is always computed goes on to that layer before the choice;
+    and behind the choice, the suffix does not.
     """
     dense_layers, scored = program.dense_layers, program.scored_layer(layers.model)
     reach_it = batch.everything if scored < dense_layers else batch.always
@@ -27,11 +28,14 @@ def run(program: Boundary, layers: LayerRunner, batch: Batch) -> Chunks[Computed
     state = None
     if dense_layers:
         state = yield from layers.run(0, dense_layers, batch.tokens, None, batch, queries)
+        layers.note_finite(state, batch.tokens, batch)
     if scored >= dense_layers:
         before = None if state is None else state.take(batch.always.device)
         always = batch.tokens.take(batch.always)
-        yield from layers.run(dense_layers, scored + 1, always, before, batch, queries)
-    active = choose_tokens(batch, scores.totals).beside(batch.always)
+        asked = yield from layers.run(dense_layers, scored + 1, always, before, batch, queries)
+        layers.note_finite(asked, always, batch)
+        del asked
+    active = choose_tokens(batch, scores.totals).beside(batch.always.without(batch.suffix))
     tokens = batch.tokens.take(active)
     if state is None:  # some layers once more, for some tokens: cheaper than to stop behind them
         return active.device, (yield from layers.all_layers(tokens, batch))

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The new tokens through the layers, and then the probes among them once more, together with what
-is chosen by their attention (after ProphetKV, arXiv 2602.02579, where all new tokens probe)."""
+is chosen by their attention (after ProphetKV, arXiv 2602.02579, where all new tokens probe).
+
+As a rule all probes stand at the end of the prompt. Then what is chosen runs alone, and vLLM's
+forward is the second reading.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,10 @@ PROGRAM = Probed
 
 
 def run(program: Probed, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
-    """Choose by the attention that the probes pay."""
+    """Choose by the attention that the probes pay.
+
+    Returns: of the suffix nothing.
+    """
     scored, probes = program.scored_layers(layers.model), batch.probes
     scores = Scores(layers, batch, scored, program.gather)
     queries = scores.queries(batch.always)
@@ -27,7 +34,9 @@ def run(program: Probed, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     once, before = yield from computing
     choice = choose_tokens(batch, scores.totals, program.gather, program.threshold)
     moved = MovedValues(layers, batch, choice) if program.measures_drift else None
-    again = choice.beside(probes)
+    again = choice.beside(probes.without(batch.suffix))
+    if not len(again):  # no token's score was above the threshold
+        return once.device, before
     before = before.summed().clone()  # without the room that the probes' states took
     state = yield from layers.all_layers(batch.tokens.take(again), batch)
     if moved is not None:
