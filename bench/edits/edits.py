@@ -74,6 +74,13 @@ def _message(conversation: Conversation, rng: Random) -> Conversation:
     return replace(conversation, loop=tuple(loop))
 
 
+def _noticed(conversation: Conversation, rng: Random) -> Conversation:
+    """A notice stands in front that was not there, as frameworks remind a model of something."""
+    notice = user("Notice: the shop closes at six today, and opens at nine tomorrow.")
+    loop = conversation.loop
+    return replace(conversation, loop=(loop[0], notice, *loop[1:]))
+
+
 def _retried(conversation: Conversation, rng: Random) -> Conversation:
     """The last message is taken back, and another one sent."""
     questions = conversation.questions
@@ -90,6 +97,7 @@ EDITS: Mapping[str, Edit] = MappingProxyType(
             Edit("date", _date),
             Edit("compacted", _compacted),
             Edit("message", _message),
+            Edit("notice", _noticed),
             Edit("retried", _retried, retries=True),
         )
     }
