@@ -59,7 +59,7 @@ def test_a_search_is_a_child_of_the_requests_context(spans: Any) -> None:
     before_ns = time.time_ns()
     request = world.add(PROMPT, trace_headers=HEADERS)
     world.run(request)
-    _, span = spans()
+    _, span, plan = spans()
     assert (span.name, span.context.trace_id, span.parent.span_id) == (
         "segreuse.match",
         TRACE,
@@ -77,12 +77,23 @@ def test_a_search_is_a_child_of_the_requests_context(spans: Any) -> None:
         "reused_tokens": 32,
         "new_tokens": 2,
     }
+    assert (plan.name, plan.context.trace_id, plan.parent.span_id) == (
+        "segreuse.plan",
+        TRACE,
+        PARENT,
+    )
+    assert span.end_time <= plan.start_time < plan.end_time < time.time_ns() + 1_000_000
+    assert attributes(plan) == {
+        "gen_ai.request.id": request.request_id,
+        "recomputed_tokens": 0,
+        "donor_blocks": 8,
+    }
 
 
 def test_a_request_without_a_context_has_a_trace_of_its_own(spans: Any) -> None:
     world = traced_world()
     world.run(world.add(PROMPT))
-    document, prompt = spans()
+    document, prompt, _ = spans()
     assert prompt.parent is None
     assert prompt.context.trace_id not in (TRACE, document.context.trace_id)
 
@@ -112,7 +123,7 @@ def test_the_first_admission_is_traced_and_no_other(spans: Any) -> None:
     world.run(request)
     request.num_preemptions += 1
     world.run(request)
-    assert len(spans()) == 2
+    assert [span.name for span in spans()] == ["segreuse.match"] * 2 + ["segreuse.plan"]
 
 
 def test_spans_hold_neither_text_nor_namespaces(spans: Any) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of searches in vLLM's traces."""
+"""Spans of searches and plans in vLLM's traces."""
 
 from __future__ import annotations
 
-from segreuse_extras.tracing.spans import headers_of, is_traced, match_span
+from segreuse_extras.tracing.spans import admitted_spans, headers_of, is_traced
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Feature
 from vllm_segreuse.scheduling.making import Making
 
@@ -19,9 +19,9 @@ class Tracing(Feature):
         tracked.tags = tracked.tags._replace(trace_headers=headers_of(arriving.request))
 
     def allocated(self, admitted: Admitted) -> None:
-        """Write the span of its search."""
+        """Write the spans of its search and plan."""
         if admitted.is_first:
-            match_span(admitted.tracked)
+            admitted_spans(admitted.tracked)
 
 
 def start(making: Making) -> Tracing | None:

@@ -2,9 +2,10 @@
 """Spans in vLLM's OpenTelemetry traces (`--otlp-traces-endpoint`).
 
     segreuse.match   scheduler's process, once a request is admitted: the search for its prompt
+    segreuse.plan    there, too, if it has a plan: what is computed was chosen, and room was made
     segreuse.pass    worker: from the step that a plan left with to the end of its last chunk
 
-Both are children of the trace context that came with the request, as vLLM's `llm_request` is
+All are children of the trace context that came with the request, as vLLM's `llm_request` is
 (`v1/engine/output_processor.py`). They have counts and options, and neither text nor namespaces.
 Where tracing is off, no request has trace headers, and nothing is recorded.
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm_segreuse.scheduling.tracked import TrackedRequest
 
-MATCH, PASS = "segreuse.match", "segreuse.pass"
+MATCH, PLAN, PASS = "segreuse.match", "segreuse.plan", "segreuse.pass"
 _PREFIX = "segreuse."
 
 
@@ -37,14 +38,14 @@ def headers_of(request: Request) -> Mapping[str, str]:
     return request.trace_headers or {}
 
 
-def match_span(tracked: TrackedRequest) -> None:
-    """A request was admitted. Its span is empty in time where nothing was searched for."""
+def admitted_spans(tracked: TrackedRequest) -> None:
+    """A request was admitted: `segreuse.match`, which is empty in time where nothing was searched
+    for, and `segreuse.plan`, if there is one."""
     report, decision = tracked.report, tracked.decision
     if tracked.tags.trace_headers is None or report is None:
         return
     now_s = time.perf_counter()
-    began_s, ended_s = decision.searched_s or (now_s, now_s)
-    attributes = {
+    searched: dict[str, Any] = {
         "policy": tracked.method.policy,
         "prefix_tokens": report.prefix_tokens,
         "matched_tokens": 0 if decision.found is None else decision.found.num_tokens,
@@ -54,8 +55,16 @@ def match_span(tracked: TrackedRequest) -> None:
         "bypass_reason": report.bypass_reason,
     }
     since_epoch_ns = time.time_ns() - int(now_s * 1e9)
-    began_ns, ended_ns = (since_epoch_ns + int(at * 1e9) for at in (began_s, ended_s))
-    span(MATCH, tracked.request_id, tracked.tags.trace_headers, began_ns, ended_ns, attributes)
+    spans = [(MATCH, decision.searched_s or (now_s, now_s), searched)]
+    if (plan := tracked.plan) is not None and decision.planned_s is not None:
+        planned: dict[str, Any] = {
+            "recomputed_tokens": plan.num_recomputed,
+            "donor_blocks": len(plan.donor_blocks),
+        }
+        spans.append((PLAN, decision.planned_s, planned))
+    for name, seconds, attributes in spans:
+        began_ns, ended_ns = (since_epoch_ns + int(at * 1e9) for at in seconds)
+        span(name, tracked.request_id, tracked.tags.trace_headers, began_ns, ended_ns, attributes)
 
 
 def span(

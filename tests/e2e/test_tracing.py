@@ -97,7 +97,7 @@ def test_match_and_pass_are_in_the_callers_trace(server: Server, receiver: Recei
     asked = body | {"prompt": "One. " + DOCUMENT + " What does it say?"}
     answer = server.post("/v1/completions", asked, headers=HEADERS).raise_for_status().json()
     report = Whole(answer["kv_transfer_params"]["segreuse"])
-    found = receiver.wait_for("llm_request", "segreuse.match", "segreuse.pass")
+    found = receiver.wait_for("llm_request", "segreuse.match", "segreuse.plan", "segreuse.pass")
     assert {span.parent_span_id.hex() for span in found.values()} == {PARENT}
     assert len({span.span_id for span in found.values()}) == len(found)
     searched, carried_out = values(found["segreuse.match"]), values(found["segreuse.pass"])

@@ -249,9 +249,11 @@ class Planner:
             return None
         more, tracked.allocation_failed = tracked.allocation_failed, 0
         state = state._replace(blocks_needed=state.blocks_needed + more)
+        began = self._clock()
         try:
             return self._admit(tracked, found, start, stop, state)
         finally:
+            tracked.decision.planned_s = (began, self._clock())
             if tracked.plan is None:
                 self._tier.let_go(tracked.request_id)
 

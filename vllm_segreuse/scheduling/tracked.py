@@ -187,6 +187,7 @@ class Decision:
         given_up: what of it there was no room for.
         num_segments: segments of what it would reuse.
         searched_s: when the last search began and ended, by the planner's clock; None: never.
+        planned_s: the same of the last plan, with the room that was made for it.
     """
 
     start: int = 0
@@ -195,6 +196,7 @@ class Decision:
     given_up: Pieces | None = None
     num_segments: int = 0
     searched_s: tuple[float, float] | None = None
+    planned_s: tuple[float, float] | None = None
 
 
 @dataclass
