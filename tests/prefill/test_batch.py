@@ -56,7 +56,7 @@ def test_block_tables_are_rows_of_one_width() -> None:
     assert batch.block_tables.dtype == torch.int32
 
 
-def test_the_token_to_come_is_always_computed_and_probed() -> None:
+def test_the_suffix_is_always_computed_and_probed() -> None:
     batch = Batch(plans(), SIZE, CPU)
     assert batch.always.device.tolist() == [0, 5, 8, 11, 12, 14]
     assert batch.probes.device.tolist() == [0, 5, 8, 12, 14]
@@ -69,8 +69,10 @@ def test_the_token_to_come_is_always_computed_and_probed() -> None:
 
 
 def test_active_tokens_are_counted_by_plan() -> None:
+    """Without the suffix, which is the ninth token here: vLLM computes that."""
     batch = Batch(plans(), SIZE, CPU)
-    assert batch.num_active(torch.tensor([8, 9, 10, 13])).tolist() == [1, 3, 0]
+    assert batch.suffix.device.tolist() == [8]
+    assert batch.num_active(torch.tensor([7, 8, 9, 10, 13])).tolist() == [1, 3, 0]
     assert batch.num_active(torch.tensor([], dtype=torch.int64)).tolist() == [0, 0, 0]
 
 

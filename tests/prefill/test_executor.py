@@ -220,21 +220,31 @@ def asked_from_behind(recipe: dict[str, Any]) -> ReusePlan:
     return make_plan("one", 4, [0, 9], 18, blocks, [7, 8], pieces, probes=[], **recipe)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+ASKED = ("sum", "late", "peak")
+
+
 @pytest.mark.parametrize(
-    ("name", "layer"),
+    ("name", "layer", "compiled"),
     [
-        ("boundary", 0),
-        *((name, at) for name in ("sum", "late", "peak") for at in range(LAYERS - 1)),
+        ("boundary", 0, False),
+        *((name, at, False) for name in ASKED for at in range(LAYERS - 1)),
+        *((name, LAYERS - 1, True) for name in ASKED),
     ],
 )
 def test_what_only_the_question_reads_is_noticed_before_vllm_reads_it_again(
     name: str, layer: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the last of these layers no score shows what its values have spoilt."""
+    """At the last of these layers no score shows what the query has read."""
     world, one = World(monkeypatch), asked_from_behind(RECIPES[name])
     world.run_compiled(compiled)
-    world.caches[layer][DONOR + 3, 1, :, 3] = NAN  # of the last token
+    left = []
+
+    def spoil_once(index: int, positions: torch.Tensor, *state: torch.Tensor) -> None:
+        if index == layer and not left:
+            state[1][positions == one.stop] = NAN  # no other token attends to its state by then
+            left.append(index)
+
+    world.in_place, world.spoil = False, spoil_once
     assert world.prefill.run([one]).not_finite == ["one"]
     assert all(cache[10:16].isfinite().all() for cache in world.caches)
 
@@ -244,6 +254,7 @@ def test_where_no_score_is_high_enough_only_the_question_is_read(
 ) -> None:
     world, moved = World(monkeypatch), World(monkeypatch)
     one = asked_from_behind({"program": Probed(Gather.MAX, 2.0), "top_k": 5})
+    monkeypatch.setattr(world.layers, "all_layers", None)  # nothing is left to be run
     report = world.prefill.run([one])
     assert (report.not_finite, report.outcomes) == ([], {"one": PlanOutcome(2)})
     assert world.layer_tokens == one.layer_tokens(world.layers.model, chosen=0)

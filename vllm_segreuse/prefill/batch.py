@@ -181,10 +181,12 @@ class Batch:
         return found.scatter_reduce_(0, request, holds.long(), "amin").bool()
 
     def num_active(self, active: torch.Tensor) -> torch.Tensor:
-        """How many of these flat indices are each plan's, int64 `[plans]`, on the device."""
+        """How many of these flat indices are each plan's, without its suffix; int64 `[plans]`, on
+        the device."""
         counts = torch.zeros(len(self.plans), dtype=torch.int64, device=self._device)
-        request = self.tokens.request[active]
-        return counts.scatter_add_(0, request, torch.ones_like(request))
+        counted = torch.ones(len(self.tokens), dtype=torch.int64, device=self._device)
+        counted[self.suffix.device] = 0
+        return counts.scatter_add_(0, self.tokens.request[active], counted[active])
 
     def positions(
         self, active: torch.Tensor, request_ids: Collection[str]
