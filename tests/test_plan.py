@@ -549,6 +549,8 @@ def test_probes_at_the_end_are_left_to_vllm_once_they_were_read() -> None:
     ):
         recipe = Recipe.of(SUM, fates_of(new, mask(probes)), 2)
         assert recipe.suffix_tokens(new_from) == left
+    dense = Recipe.of(Boundary(1), fates_of(new, mask({6, 7, 8, 9})), 2)
+    assert dense.suffix_tokens(6) == 0, "they go on from the dense layers"
     behind = fates_of(new, mask({0, 6}))
     assert Recipe.of(Boundary(), behind, 2).suffix_tokens(6) == 0
 

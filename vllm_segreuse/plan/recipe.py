@@ -161,13 +161,14 @@ class Recipe:
 
     def suffix_tokens(self, new_from: int) -> int:
         """How many tokens at the end can be left to vLLM's forward, which runs in any case: those
-        that the pass computes for their own sake, and for a choice at most.
+        that the pass computes for their own sake, and for a choice at most. What has passed dense
+        layers for the choice goes on from there instead: it would pass them once more.
 
         Args:
             new_from: from here on no token is reused.
         """
         count = len(self.fates)
-        if self.program.probes_suffix:
+        if self.program.probes_suffix and not self.program.dense_layers:
             others = np.flatnonzero(self.fates != Fate.PROBE)
             return count - max(new_from, int(others[-1]) + 1 if len(others) else 0)
         chooses_nothing = self.program == Fixed() and self.program.check is None
