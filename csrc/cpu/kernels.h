@@ -109,7 +109,8 @@ struct AttentionArgs {
 };
 
 struct ScoreArgs {
-  float* scores;  // [tokens]
+  float* scores;       // [tokens]
+  float* late_scores;  // [tokens], sums over the queries from `late_from` on; null: not wanted
   const void* query;
   const void* pages;
   int64_t page_stride;
@@ -117,6 +118,7 @@ struct ScoreArgs {
   const int32_t* block_ids;
   const int64_t* positions;
   int64_t queries, heads, tokens;
+  int64_t late_from;
   Weights weights;
   DType dtype;        // of queries
   DType pages_dtype;  // the same, or fp8

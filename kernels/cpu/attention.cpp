@@ -243,7 +243,7 @@ void attend(const AttentionArgs& args) {
   }
 }
 
-template <class Format, class Products, bool kHighest>
+template <class Format, class Products, bool kHighest, bool kLate>
 void score(const ScoreArgs& args) {
   const int kv_heads = args.keys.heads, head_size = args.keys.channels;
   const int group = static_cast<int>(args.heads / kv_heads);
@@ -259,7 +259,7 @@ void score(const ScoreArgs& args) {
 #pragma omp parallel
   {
     Products products(head_size);
-    std::vector<float> columns(kChunk);
+    std::vector<float> columns(kChunk), late_columns(kChunk);
     Softmax softmax(rows, args.weights);
     // The logarithm of each row's sum of exponentials.
 #pragma omp for schedule(dynamic)
@@ -288,6 +288,7 @@ void score(const ScoreArgs& args) {
       const int64_t first = (chunks - 1 - index) * kChunk;
       const int seen = static_cast<int>(std::min<int64_t>(kChunk, args.tokens - first));
       std::fill(columns.begin(), columns.end(), 0.0f);
+      if (kLate) std::fill(late_columns.begin(), late_columns.end(), 0.0f);
       for (int head = 0, reader_of = -1; head < kv_heads; ++head) {
         const typename Products::Reader keys(args.pages, args.page_stride, args.block_ids, args.keys, head);
         for (size_t t = 0; t < tiles.size(); ++t) {
@@ -301,7 +302,8 @@ void score(const ScoreArgs& args) {
           for_each_stripe(products, positions, group, 0, args.weights, chunk, head_size,
                           &queries[t * rows * head_size],
                           [&](int row, int active, const float* stripe) {
-                            for (int r = 0; r < active; ++r)
+                            for (int r = 0; r < active; ++r) {
+                              const bool late = kLate && tile.first + (row + r) / group >= args.late_from;
                               for (int i = 0; i < kChunk; i += kLanes) {
                                 const Floats column = load(&columns[i]);
                                 const Floats weight =
@@ -309,18 +311,22 @@ void score(const ScoreArgs& args) {
                                                  level[t * rows + row + r]);
                                 store(&columns[i], kHighest ? select(column < weight, weight, column)
                                                             : column + weight);
+                                if (late) store(&late_columns[i], load(&late_columns[i]) + weight);
                               }
+                            }
                           });
         }
       }
       std::copy(columns.begin(), columns.begin() + seen, args.scores + first);
+      if (kLate) std::copy(late_columns.begin(), late_columns.begin() + seen, args.late_scores + first);
     }
   }
 }
 
 template <class Format, class Products>
 void score(const ScoreArgs& args) {
-  args.highest ? score<Format, Products, true>(args) : score<Format, Products, false>(args);
+  if (args.highest) return score<Format, Products, true, false>(args);
+  args.late_scores ? score<Format, Products, false, true>(args) : score<Format, Products, false, false>(args);
 }
 
 template <class T>

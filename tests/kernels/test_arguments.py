@@ -377,6 +377,12 @@ def test_scores_that_do_not_fit_are_refused(name: str, value: Any, message: str)
         cpu.token_scores(**good_scores() | {name: value})
 
 
+@pytest.mark.parametrize(("last", "highest"), [(-1, False), (4, True)])
+def test_the_last_queries_of_peaks_or_fewer_than_none_are_refused(last: int, highest: bool) -> None:
+    with pytest.raises(ValueError, match=f"last is {last}, highest {highest}; expected 0 or more"):
+        cpu.token_scores(**good_scores(), highest=highest, last=last)
+
+
 @needs_library
 def test_nothing_to_attend_or_to_score_needs_nothing_else() -> None:
     nobody = torch.zeros(0, 4, 32)
@@ -385,6 +391,8 @@ def test_nothing_to_attend_or_to_score_needs_nothing_else() -> None:
     cpu.sparse_attention(out, nobody, none, none, none, none, none, none, 0.0)
     scores = cpu.token_scores(nobody, none, none, none, none, 3, 0.0)
     assert (scores.tolist(), scores.dtype) == ([0.0, 0.0, 0.0], torch.float32)
+    scores = cpu.token_scores(nobody, none, none, none, none, 3, 0.0, last=4)
+    assert scores.tolist() == [[0.0] * 3] * 2
     scores = cpu.token_scores(torch.zeros(1, 4, 32), none, none, none, none, 0, 0.0)
     assert (scores.tolist(), scores.dtype) == ([], torch.float32)
 

@@ -5,6 +5,7 @@ What queries may not see is NaN (`make_batch`): reading it shows.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -310,6 +311,37 @@ def test_scores_are_those_of_a_dense_softmax(
     assert not longer[seen:].any()
     if not highest:
         assert float(scores.sum()) == pytest.approx(batch.query.shape[:2].numel(), rel=1e-4)
+
+
+@pytest.mark.parametrize("last", [0, 1, 4, 67, 300])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "group"),
+    [
+        ("HND", torch.float32, 3),
+        ("tiled by 32", torch.bfloat16, 2),
+        ("tiled by 16", torch.float16, 1),
+        ("pairs", torch.bfloat16, 3),
+    ],
+)
+def test_the_last_queries_are_summed_up_once_more(
+    built: str, layout: str, dtype: torch.dtype, group: int, last: int
+) -> None:
+    """Also where they begin within a tile; the sum over all is to the last bit what it is alone."""
+    shape, places = SHAPES[layout], sorted(torch.randperm(600)[:200].tolist())
+    batch = make_batch(shape, group, [places], dtype, "cpu")
+    own = slice(max(0, 200 - last), None)
+    few = replace(batch, query=batch.query[own], positions=batch.positions[own])
+    seen = places[-1] + 1
+    found = cpu.token_scores(
+        *(batch.query, batch.positions, batch.pages, shape.keys, batch.block_tables[0]),
+        *(seen + 9, batch.scale),
+        last=last,
+    )
+    every, _ = scores_of(batch, shape, seen)
+    assert torch.equal(found[0, :seen], every)
+    expected = torch.zeros(seen).double() if not last else scores_of(few, shape, seen)[1]
+    torch.testing.assert_close(found[1, :seen].double(), expected, atol=2e-5, rtol=2e-5)
+    assert not found[:, seen:].any()
 
 
 @pytest.mark.parametrize("stored", FP8, ids=str)

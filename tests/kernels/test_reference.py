@@ -33,11 +33,12 @@ def mass_of(
     keys: torch.Tensor,
     scale: float,
     highest: bool = False,
+    last: int | None = None,
 ) -> torch.Tensor:
     """`token_scores` of keys that lie in pages."""
     pages, strides, blocks = paged(keys)
     where = pages, strides, blocks, len(keys)
-    return reference.token_scores(queries, positions, *where, scale, highest)
+    return reference.token_scores(queries, positions, *where, scale, highest, last=last)
 
 
 def dense_mass(
@@ -77,6 +78,22 @@ def test_scores_are_those_of_a_dense_softmax(
     torch.testing.assert_close(mass.double(), expected, atol=1e-5, rtol=1e-5)
     if not highest:
         assert float(mass.sum()) == pytest.approx(len(positions) * heads, rel=1e-5)
+
+
+@pytest.mark.parametrize("block", [1 << 24, 4000, 1], ids=["one block", "blocks", "one by one"])
+@pytest.mark.parametrize("last", [0, 1, 4, 9, 20])
+def test_the_last_queries_are_summed_up_once_more(
+    last: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_SCORE_ELEMENTS", block)
+    positions = torch.tensor([0, 1, 2, 40, 41, 77, 100, 148, 149])
+    queries, keys = torch.randn(9, 6, 16), torch.randn(150, 2, 16)
+    every, late = mass_of(queries, positions, keys, 0.25, last=last)
+    expected = dense_mass(queries, positions, keys, 0.25)
+    torch.testing.assert_close(every.double(), expected, atol=1e-5, rtol=1e-5)
+    own = slice(max(0, 9 - last), None)
+    expected = dense_mass(queries[own], positions[own], keys, 0.25)
+    torch.testing.assert_close(late.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_no_query_pays_attention_to_the_future() -> None:

@@ -228,6 +228,7 @@ def test_one_compilation_serves_every_pass(kernels: Kernels) -> None:
         inputs = query, positions, cache[0], keys, tables[0], 16 * blocks
         for highest in (False, True):
             triton_scores.token_scores(*inputs, 1.0, highest, splits=splits)
+        triton_scores.token_scores(*inputs, 1.0, splits=splits, last=4 * splits)
     for name in ("_move", "_attend", "_join", "_row_sums", "_join_sums"):
         assert kernels.variants(name) == 1, name
-    assert kernels.variants("_columns") == 2, "sums and peaks"
+    assert kernels.variants("_columns") == 3, "sums, peaks, and two sums"

@@ -108,6 +108,20 @@ def test_the_smallest_with_sinks_and_caps(softmax: str, splits: int) -> None:
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("last", [0, 1, 4, 7, 20])
+def test_the_smallest_with_the_last_queries_once_more(last: int, splits: int) -> None:
+    """Tiles of five queries: the last begin within one."""
+    shape = channel_tiles(2, 8, 24, 8)
+    batch = make_batch(shape, 3, [[0, 15, 16, 17, 31, 32, 33]], torch.float32)
+    inputs = batch.query, batch.positions, batch.pages, shape.keys, batch.block_tables[0], 34
+    given = {"splits": splits, "tuning": SMALL}
+    found = token_scores(*inputs, batch.scale, last=last, **given)
+    expected = reference.token_scores(*inputs, batch.scale, last=last)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    assert torch.equal(found[0], token_scores(*inputs, batch.scale, **given))
+
+
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_the_smallest_with_keys_in_fp8(stored: torch.dtype) -> None:
     shape = channel_tiles(2, 8, 24, 8)

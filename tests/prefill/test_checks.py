@@ -236,17 +236,27 @@ def _rows_see_the_future(patch: Patch) -> None:
 
 def _the_least_attended(patch: Patch) -> None:
     scores = cpu.token_scores
-    patch.setattr(cpu, "token_scores", lambda *given: -scores(*given))
+    patch.setattr(cpu, "token_scores", lambda *given, **more: -scores(*given, **more))
 
 
 def _sums_for_peaks(patch: Patch) -> None:
     scores = cpu.token_scores
-    patch.setattr(cpu, "token_scores", lambda *given: scores(*given[:7]))
+    patch.setattr(cpu, "token_scores", lambda *given, **more: scores(*given[:7], **more))
+
+
+def _the_last_queries_count_as_all_do(patch: Patch) -> None:
+    scores = cpu.token_scores
+
+    def summed(*given: Any, last: int | None = None, **more: Any) -> torch.Tensor:
+        every = None if last is None else len(given[0])
+        return scores(*given, last=every, **more)
+
+    patch.setattr(cpu, "token_scores", summed)
 
 
 def _scores_of_the_token_before(patch: Patch) -> None:
     scores = cpu.token_scores
-    patch.setattr(cpu, "token_scores", lambda *given: scores(*given).roll(-1))
+    patch.setattr(cpu, "token_scores", lambda *given, **more: scores(*given, **more).roll(-1))
 
 
 def _no_key_beyond_a_step(patch: Patch) -> None:
@@ -267,7 +277,7 @@ def _no_score_beyond_a_step(patch: Patch) -> None:
     patch.setattr(
         cpu,
         "token_scores",
-        lambda *given, **more: (found := scores(*given, **more)) * far[: len(found)],
+        lambda *given, **more: (found := scores(*given, **more)) * far[: found.shape[-1]],
     )
 
 
@@ -291,6 +301,7 @@ MISTAKES = {
     _rows_see_the_future: "does not reproduce this model's own forward",
     _the_least_attended: "the scores of tokens are not the attention that queries pay them",
     _sums_for_peaks: "the scores of tokens are not the attention that queries pay them",
+    _the_last_queries_count_as_all_do: "the scores of tokens are not the attention",
     _scores_of_the_token_before: "the scores of tokens are not the attention",
     _no_key_beyond_a_step: "over 2048 tokens attention of the pass is not what plain torch",
     _no_score_beyond_a_step: "over 2048 tokens scores of tokens are not what plain torch",
@@ -623,12 +634,15 @@ def test_a_deviation_is_allowed_up_to_what_rounding_does(found: float, fine: boo
 def test_scores_may_be_off_by_rounding_only(
     off: float, fine: bool, model: Loaded, monkeypatch: Patch
 ) -> None:
-    """Sums as well as peaks, each by itself."""
+    """Sums as well as peaks, and sums over the last queries, each by itself."""
     scores = cpu.token_scores
-    for wrong in (False, True):
+    for wrong in ((False, False), (True, False), (False, True)):
 
-        def inexact(*given: Any, wrong: bool = wrong) -> torch.Tensor:
-            return scores(*given) * (1 + off * (given[7] is wrong))
+        def inexact(
+            *given: Any, last: int | None = None, wrong: tuple[bool, bool] = wrong
+        ) -> torch.Tensor:
+            is_wrong = (given[7], last is not None) == wrong
+            return scores(*given, last=last) * (1 + off * is_wrong)
 
         monkeypatch.setattr(cpu, "token_scores", inexact)
         if fine:
@@ -879,7 +893,9 @@ def test_a_backend_that_does_otherwise_than_its_layer_says_is_found(
 @FORMATS
 def test_scores_without_the_sinks_are_found(sinking: Loaded, monkeypatch: Patch) -> None:
     scores = cpu.token_scores
-    monkeypatch.setattr(cpu, "token_scores", lambda *given, sinks: scores(*given))
+    monkeypatch.setattr(
+        cpu, "token_scores", lambda *given, sinks, last=None: scores(*given, last=last)
+    )
     assert "the scores of tokens are not the attention" in refusal(sinking)
 
 

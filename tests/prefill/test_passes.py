@@ -114,28 +114,28 @@ def check(world: World, name: str) -> None:
 
 
 def test_the_last_queries_of_each_plan_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the plans has fewer."""
+    """One of the plans has fewer. Each is asked once."""
     asked, token_scores = [], reference.token_scores
 
-    def noted(query: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
-        asked.append(len(query))
-        return token_scores(query, *given, **more)
+    def noted(query: torch.Tensor, *given: Any, last: int, **more: Any) -> torch.Tensor:
+        asked.append((len(query), last))
+        return token_scores(query, *given, last=last, **more)
 
     monkeypatch.setattr(reference, "token_scores", noted)
     world = World(monkeypatch)
     batch = Batch(plans_of(RECIPES["summed over late layers"]), SIZE, CPU)
     queries = torch.randn(len(batch.probes), HEADS, CHANNELS)
 
-    def paid(first: int, stop: int, last: int | None = None) -> torch.Tensor:
-        part = slice(first, stop)
-        return world.layers.attention_scores(batch, 1, part, queries[part], last=last)
+    def paid(first: int, stop: int) -> torch.Tensor:
+        part, gather = slice(first, stop), Gather.SUM_AND_LAST
+        return world.layers.attention_scores(batch, 1, part, queries[part], gather)
 
     assert batch.counts(batch.probes) == [6, 6, 2]
-    expected = paid(3, 6) + paid(9, 12) + paid(12, 14)
-    torch.testing.assert_close(paid(0, 14, last=3), expected)
-    assert asked[-3:] == [3, 3, 2]
-    in_chunks = paid(0, 2, last=3) + paid(2, 8, last=3) + paid(8, 14, last=3)
-    torch.testing.assert_close(in_chunks, expected)
+    every, by_last = paid(0, 14)
+    assert asked == [(6, 4), (6, 4), (2, 2)]
+    torch.testing.assert_close(by_last, (paid(2, 6) + paid(8, 12) + paid(12, 14))[0])
+    in_chunks = paid(0, 4) + paid(4, 9) + paid(9, 14)
+    torch.testing.assert_close(in_chunks, torch.stack([every, by_last]))
 
 
 @pytest.mark.parametrize("scattered", [True, False], ids=["kernel", "rows"])

@@ -140,14 +140,16 @@ class Known:
         for part in (slice(0, 20), slice(20, len(self.computed[0]))):  # two chunks
             yield part, [each[part] for each in self.computed]
 
-    def attention_scores(
-        self, batch, layer, part, queries, gather=Gather.SUM, last=None
-    ) -> torch.Tensor:
+    def attention_scores(self, batch, layer, part, queries, gather=Gather.SUM) -> torch.Tensor:
         probed = batch.probes.device[part]
         assert len(probed) == len(queries)
-        if last is not None:  # of the only plan, in one chunk
-            probed = probed[max(0, len(probed) - last) :]
         self.scored.append((layer, probed.tolist()))
+        every = self._paid(batch, probed, gather)
+        if gather is not Gather.SUM_AND_LAST:
+            return every
+        return torch.stack([every, self._paid(batch, probed[-4:], gather)])  # of the only plan
+
+    def _paid(self, batch, probed, gather) -> torch.Tensor:
         mass = torch.zeros(len(batch.tokens))
         for probe in probed.tolist():
             for rank, target in enumerate(self.attention.get(probe, [])):
@@ -241,7 +243,7 @@ def test_only_some_layers_count_and_the_last_queries_count_twice() -> None:
     probes = [*range(42, 48)]
     active, _ = finish(programs.run(layers, batch_of(plan(LATE, probes, 1))))
     assert active.tolist() == [9, *probes], "by the sum alone it would be 20 or 5"
-    assert layers.scored == [(1, probes), (1, probes[-4:])], "not layer 0"
+    assert layers.scored == [(1, probes)], "once, and not layer 0"
 
 
 def test_of_small_models_the_last_layer_probed_counts() -> None:
@@ -390,29 +392,30 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
     )
     blocks = np.random.default_rng(0).permutation(40)
     plans = [
-        make_plan("hit", 8, [2, 3, 10], 11, blocks[:5]),
+        make_plan("hit", 8, [2, 3, 5, 7, 9, 10], 11, blocks[:5]),
         make_plan("cold", 0, [0, 6], 9, blocks[5:8]),
         make_plan("next", 13, [], 6, blocks[8:14], [1, 2]),
     ]
     batch = Batch(plans, size, torch.device("cpu"))
     probed = batch.probes.device
-    assert probed.tolist() == [2, 3, 10, 11, 17, 26, 27]
+    assert probed.tolist() == [2, 3, 5, 7, 9, 10, 11, 17, 26, 27]
     queries = torch.randn(len(probed), heads, channels)
-    paid = layers.attention_scores(batch, layer, slice(0, 7), queries, gather)
+    paid = layers.attention_scores(batch, layer, slice(0, 10), queries, gather)
     chunks = [
         layers.attention_scores(batch, layer, part, queries[part], gather)
-        for part in (slice(0, 3), slice(3, 5), slice(5, 7))  # of one plan, of two, of the last
+        for part in (slice(0, 3), slice(3, 8), slice(8, 10))  # of one plan, of two, of the last
     ]
     together = torch.stack(chunks)
     torch.testing.assert_close(together.amax(0) if gather is Gather.MAX else together.sum(0), paid)
 
-    expected = []
+    expected, by_last = [], []
     rows = iter(queries.double())
     for plan in plans:
         last = plan.stop + len(plan.suffix)
-        mass = dict.fromkeys(range(plan.start, last), 0.0)
+        mass, late = (dict.fromkeys(range(plan.start, last), 0.0) for _ in range(2))
         asking = [plan.start + i for i in np.flatnonzero(plan.recipe.probes)]
-        for position in [*asking, *range(plan.stop, last)]:
+        asking += range(plan.stop, last)
+        for position in asking:
             query = next(rows)
             for h in range(heads):
                 held = [
@@ -424,6 +427,10 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
                     share = weight / sum(weights)
                     if j in mass:
                         mass[j] = max(mass[j], share) if gather is Gather.MAX else mass[j] + share
+                        late[j] += share * (position in asking[-4:])
         expected += mass.values()
-    torch.testing.assert_close(paid.double(), torch.tensor(expected).double())
+        by_last += late.values()
+    both = torch.tensor([expected, by_last]).double()
+    wanted = both if gather is Gather.SUM_AND_LAST else both[0]
+    torch.testing.assert_close(paid, wanted.float())
     assert paid.dtype == torch.float32

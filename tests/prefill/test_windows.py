@@ -126,7 +126,9 @@ def test_no_scores_are_computed_at_a_layer_with_a_window(gemma: Loaded, monkeypa
 
 def test_scores_without_the_cap_are_found(gemma: Loaded, monkeypatch: Patch) -> None:
     scores = cpu.token_scores
-    monkeypatch.setattr(cpu, "token_scores", lambda *given, soft_cap: scores(*given))
+    monkeypatch.setattr(
+        cpu, "token_scores", lambda *given, soft_cap, last: scores(*given, last=last)
+    )
     assert "the scores of tokens are not the attention" in refusal(gemma)
 
 

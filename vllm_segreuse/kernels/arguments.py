@@ -315,6 +315,16 @@ def check_weights(
         )
 
 
+def check_last(last: int | None, highest: bool) -> None:
+    """Which queries of `reference.token_scores` are summed up twice.
+
+    Raises:
+        ValueError: a number below 0, or peaks are wanted.
+    """
+    if last is not None and (last < 0 or highest):
+        raise ValueError(f"last is {last}, highest {highest}; expected 0 or more, and sums")
+
+
 def check_tables(
     block_tables: torch.Tensor,
     request: torch.Tensor,

@@ -20,6 +20,7 @@ import torch
 from vllm_segreuse.kernels.arguments import (
     check_blocks,
     check_encoded,
+    check_last,
     check_moves,
     check_pages,
     check_parts,
@@ -244,6 +245,7 @@ def token_scores(
     scale: float,
     highest: bool = False,
     *,
+    last: int | None = None,
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
@@ -256,22 +258,24 @@ def token_scores(
     """
     if num_tokens < 0:
         raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
-    scores = torch.zeros(num_tokens, dtype=torch.float32)
+    check_last(last, highest)
+    scores = torch.zeros(*(num_tokens,) if last is None else (2, num_tokens), dtype=torch.float32)
     if not query.shape[0] or not num_tokens:
         return scores
     _check(query, pages, keys)
     check_positions(query, positions)
     check_weights(query, 0, sinks, soft_cap)
     # No query sees a key behind its own position: what lies behind the last one stays 0.
-    last = int(positions[-1]) + 1
-    check_blocks(block_ids, -(-last // keys.shape[1]), pages)
+    end = int(positions[-1]) + 1
+    check_blocks(block_ids, -(-end // keys.shape[1]), pages)
     query, blocks = query.contiguous(), block_ids.to(torch.int32).contiguous()
-    seen = min(num_tokens, last)
+    seen = min(num_tokens, end)
     sinks = None if sinks is None else sinks.float().contiguous()
     call(
         "segreuse_scores",
         ScoreArgs(
             scores.data_ptr(),
+            None if last is None else scores[1].data_ptr(),
             query.data_ptr(),
             pages.data_ptr(),
             pages.stride(0),
@@ -281,6 +285,7 @@ def token_scores(
             query.shape[0],
             query.shape[1],
             seen,
+            query.shape[0] - (last or 0),
             _weights(sinks, scale, soft_cap),
             DTYPES[query.dtype],
             DTYPES[pages.dtype],

@@ -114,6 +114,7 @@ class AttentionArgs(ctypes.Structure):
 class ScoreArgs(ctypes.Structure):
     _fields_ = [
         ("scores", ctypes.c_void_p),
+        ("late_scores", ctypes.c_void_p),
         ("query", ctypes.c_void_p),
         ("pages", ctypes.c_void_p),
         ("page_stride", ctypes.c_int64),
@@ -123,6 +124,7 @@ class ScoreArgs(ctypes.Structure):
         ("queries", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
+        ("late_from", ctypes.c_int64),
         ("weights", Weights),
         ("dtype", ctypes.c_int32),
         ("pages_dtype", ctypes.c_int32),

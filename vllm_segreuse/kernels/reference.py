@@ -199,6 +199,7 @@ def token_scores(
     scale: float,
     highest: bool = False,
     *,
+    last: int | None = None,
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
@@ -216,10 +217,12 @@ def token_scores(
         num_tokens: keys of positions `[0, num_tokens)` are scored.
         scale: softmax scale, times that of the stored keys.
         highest: the highest weight of each key, between 0 and 1, instead of the sum.
+        last: beside the sum over all queries, that over so many at the end; None: it is not wanted.
+            Not with `highest`.
         sinks, soft_cap: see `attend`.
 
     Returns:
-        float32 `[num_tokens]`.
+        float32 `[num_tokens]`; `[2, num_tokens]` with `last`: all queries, and the last.
     """
     kv_heads, block_size, head_size = keys.shape
     groups = query.shape[1] // kv_heads
@@ -228,7 +231,8 @@ def token_scores(
     # [kv_heads, head_size, tokens] and [kv_heads, queries, groups, head_size]
     transposed = key.float().permute(1, 2, 0).contiguous()
     grouped = (query.float() * scale).view(-1, kv_heads, groups, head_size).transpose(0, 1)
-    mass = torch.zeros(num_tokens, device=pages.device)
+    late = torch.arange(query.shape[0], device=pages.device) >= query.shape[0] - (last or 0)
+    mass = torch.zeros(2, num_tokens, device=pages.device)
     step = max(1, _SCORE_ELEMENTS // (num_tokens * kv_heads * groups))
     for first in range(0, query.shape[0], step):
         block = grouped[:, first : first + step]
@@ -244,7 +248,9 @@ def token_scores(
         heads = logits.transpose(1, 2).flatten(0, 1)  # [heads, queries, keys]
         weights = with_sinks(heads, sinks).softmax(-1)[..., :visible]
         if highest:
-            mass[:visible] = torch.maximum(mass[:visible], weights.amax((0, 1)))
-        else:
-            mass[:visible] += weights.sum((0, 1))
-    return mass
+            mass[0, :visible] = torch.maximum(mass[0, :visible], weights.amax((0, 1)))
+            continue
+        of_query = weights.sum(0)
+        mass[0, :visible] += of_query.sum(0)
+        mass[1, :visible] += of_query[late[first : first + step]].sum(0)
+    return mass[0] if last is None else mass

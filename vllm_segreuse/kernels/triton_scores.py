@@ -15,7 +15,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from vllm_segreuse.kernels import triton_attention
-from vllm_segreuse.kernels.arguments import check_blocks, check_positions, check_weights
+from vllm_segreuse.kernels.arguments import (
+    check_blocks,
+    check_last,
+    check_positions,
+    check_weights,
+)
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.kernels.triton_addresses import load_tokens
 from vllm_segreuse.kernels.triton_attention import capped, check_inputs, exponentials, with_sinks
@@ -47,6 +52,7 @@ def token_scores(
     scale: float,
     highest: bool = False,
     *,
+    last: int | None = None,
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
     splits: int | None = None,
@@ -60,7 +66,7 @@ def token_scores(
         tuning: sizes of one program, instead of `default_tuning`.
 
     Returns:
-        float32 `[num_tokens]`; the same for the same input on the same device.
+        As there; the same for the same input on the same device.
 
     Raises:
         ValueError: the arguments are not as described.
@@ -69,8 +75,10 @@ def token_scores(
     kv_heads, device = keys.shape[0], query.device
     if num_tokens < 0:
         raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
+    check_last(last, highest)
+    rows = () if last is None else (2,)
     if not queries or not num_tokens:
-        return torch.zeros(num_tokens, device=device)
+        return torch.zeros(*rows, num_tokens, device=device)
     check_inputs(query, pages, keys, block_ids, scale)
     check_positions(query, positions)
     check_weights(query, 0, sinks, soft_cap)
@@ -128,11 +136,20 @@ def token_scores(
     shares = splits or splits_to_fill(
         key_tiles * kv_heads, queries * group, device, tuning.resident
     )
-    mass = torch.empty(shares * kv_heads, num_tokens, device=device)
+    mass = torch.empty(*rows, shares * kv_heads, num_tokens, device=device)
+    late_from = queries - (last or 0)
     _columns[(key_tiles * kv_heads, shares)](
-        mass, lse, *inputs, *numbers, shares, HIGHEST=highest, **sizes
+        mass,
+        lse,
+        *inputs,
+        *numbers,
+        shares,
+        late_from,
+        HIGHEST=highest,
+        LATE=last is not None,
+        **sizes,
     )
-    return mass.amax(0) if highest else mass.sum(0)
+    return mass.amax(-2) if highest else mass.sum(-2)
 
 
 # Numbers that change from call to call are not compiled in, not even as multiples of 16; nor is
@@ -289,11 +306,11 @@ def _first_at(positions, num_queries, position):
 
 
 @triton.jit(
-    do_not_specialize=["num_queries", "num_tokens", "splits"],
+    do_not_specialize=["num_queries", "num_tokens", "splits", "late_from"],
     do_not_specialize_on_alignment=["block_table", "positions"],
 )
 def _columns(
-    mass,  # float32 [splits x KV heads, tokens], written
+    mass,  # float32 [splits x KV heads, tokens], written; one more behind it with `LATE`
     lse,  # float32 [queries, heads], base 2
     query,
     positions,
@@ -307,7 +324,9 @@ def _columns(
     scale_log2,
     cap_log2,
     splits,
+    late_from,  # first query that is gathered in the second, too
     HIGHEST: tl.constexpr,
+    LATE: tl.constexpr,
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -337,23 +356,30 @@ def _columns(
     stop = tl.minimum(begin + share * per_tile, num_queries)
     unmasked_from = tl.maximum(begin, tl.minimum(first + masked * per_tile, stop))
     columns = tl.zeros((STEP,), tl.float32)
+    late = tl.zeros((STEP,), tl.float32)
     for index in tl.range(begin, unmasked_from, per_tile):
-        columns = _add_queries(
-            columns, k, token, index, stop, query, query_stride, query_head_stride, positions, lse,
-            kv_head, scale_log2, cap_log2, HIGHEST, KEYS, channels, GROUP, ROWS, True, CAPPED,
+        columns, late = _add_queries(
+            columns, late, k, token, index, stop, query, query_stride, query_head_stride, positions,
+            lse, kv_head, scale_log2, cap_log2, late_from, HIGHEST, LATE, KEYS, channels, GROUP,
+            ROWS, True, CAPPED,
         )  # fmt: skip
     for index in tl.range(unmasked_from, stop, per_tile):
-        columns = _add_queries(
-            columns, k, token, index, stop, query, query_stride, query_head_stride, positions, lse,
-            kv_head, scale_log2, cap_log2, HIGHEST, KEYS, channels, GROUP, ROWS, False, CAPPED,
+        columns, late = _add_queries(
+            columns, late, k, token, index, stop, query, query_stride, query_head_stride, positions,
+            lse, kv_head, scale_log2, cap_log2, late_from, HIGHEST, LATE, KEYS, channels, GROUP,
+            ROWS, False, CAPPED,
         )  # fmt: skip
     at = (split * kv_heads + kv_head).to(tl.int64) * num_tokens + token
     tl.store(mass + at, columns, mask=token < num_tokens)
+    if LATE:
+        behind = (tl.num_programs(1) * kv_heads).to(tl.int64) * num_tokens
+        tl.store(mass + behind + at, late, mask=token < num_tokens)
 
 
 @triton.jit
 def _add_queries(
     columns,  # float32 [keys]: weights summed so far, or the highest
+    late,  # float32 [keys]: those of late queries summed so far
     k,
     token,
     first,
@@ -366,7 +392,9 @@ def _add_queries(
     kv_head,
     scale_log2,
     cap_log2,
+    late_from,
     HIGHEST: tl.constexpr,
+    LATE: tl.constexpr,
     KEYS: tl.constexpr,
     CHANNELS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -394,4 +422,6 @@ def _add_queries(
         columns = tl.maximum(columns, tl.max(weights, axis=0))
     else:
         columns += tl.sum(weights, axis=0)
-    return columns
+    if LATE:
+        late += tl.sum(tl.where((index >= late_from)[:, None], weights, 0.0), axis=0)
+    return columns, late

@@ -19,6 +19,7 @@ from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
+from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.attention import PassAttention, Queries
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks
@@ -312,7 +313,6 @@ class LayerRunner:
         part: slice,
         queries: torch.Tensor,
         gather: Gather = Gather.SUM,
-        last: int | None = None,
     ) -> torch.Tensor:
         """Attention that probes pay, at one layer, to each token of their plan.
 
@@ -323,22 +323,23 @@ class LayerRunner:
             queries: theirs, `[probes, heads, head_size]`.
             gather: how what several queries and heads pay becomes one number: the largest under
                 `MAX`, else the sum.
-            last: only so many of each plan's probes count, the last; None: all.
 
         Returns:
-            float32 `[tokens]`.
+            float32 `[tokens]`; `[2, tokens]` under `SUM_AND_LAST`: by all, and by the last.
         """
         attention, known = self.stack.attention[layer], self._layers[layer]
         pages, keys = known.pages, known.layout.attended
         scale = attention.impl.scale * kv_scales(attention).key
-        softmax = known.softmax()
+        more = known.softmax()
         probed, paid = batch.probes.device[part], []
         lengths = np.diff(batch.bounds).tolist()
         ends = batch.probe_ends
         for row, (plan, length, end) in enumerate(zip(batch.plans, lengths, ends, strict=True)):
-            first = ends[row - 1] if row else 0
-            first = first if last is None else max(first, end - last)
-            mine = slice(max(0, first - part.start), max(0, end - part.start))
+            first = max(ends[row - 1] if row else 0, part.start)
+            stop = max(first, min(end, part.stop))
+            mine = slice(first - part.start, stop - part.start)
+            if gather is Gather.SUM_AND_LAST:
+                more["last"] = max(0, stop - max(first, end - LAST_PROBES))
             mass = known.kernels.token_scores(
                 queries[mine],
                 probed[mine] + (plan.start - int(batch.bounds[row])),
@@ -348,7 +349,7 @@ class LayerRunner:
                 plan.start + length,
                 scale,
                 gather is Gather.MAX,
-                **softmax,
+                **more,
             )
-            paid.append(mass[plan.start :])
-        return paid[0] if len(paid) == 1 else torch.cat(paid)
+            paid.append(mass[..., plan.start :])
+        return paid[0] if len(paid) == 1 else torch.cat(paid, -1)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from vllm_segreuse.plan import Gather
-from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.attention import Queries
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -50,11 +49,7 @@ class Scores:
         add = torch.maximum if self._gather is Gather.MAX else torch.add
         layer = self._scored[number]
         paid = self._layers.attention_scores(self._batch, layer, part, queries, self._gather)
-        add(self._sums[0], paid, out=self._sums[0])
-        if self._has_last:
-            self._sums[1] += self._layers.attention_scores(
-                self._batch, layer, part, queries, last=LAST_PROBES
-            )
+        add(self._sums, paid, out=self._sums)
 
     @property
     def totals(self) -> torch.Tensor:

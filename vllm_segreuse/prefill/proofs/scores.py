@@ -9,6 +9,7 @@ from vllm_segreuse.kernels import reference
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error, tolerance
 
 
@@ -31,9 +32,9 @@ def prove_scores(scratch: Scratch, layers: list[LayerKv]) -> None:
         keys, scale = known.layout.attended, layer.impl.scale * kv_scales(layer).key
         given = (query, positions, known.pages, keys, blocks, scratch.count, scale)
         softmax = known.softmax()
-        for highest in (False, True):
-            expected = reference.token_scores(*given, highest, **softmax)
-            found = known.kernels.token_scores(*given, highest, **softmax)
+        for highest, last in ((False, None), (True, None), (False, LAST_PROBES)):
+            expected = reference.token_scores(*given, highest, last=last, **softmax)
+            found = known.kernels.token_scores(*given, highest, last=last, **softmax)
             error = relative_error(found, expected)
             if not error <= tolerance(scratch.dtype):
                 raise UnsupportedModelError(
