@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.request import Request
 
 from segreuse_extras.compressed.compression import Compression, Kept
+from segreuse_extras.compressed.scheduler import CompressedDocuments
 from tests.compat.managed import SIZE, Managed, ids
 from tests.parts import parts_of
 from vllm_segreuse.config import RequestOptions
@@ -95,6 +96,16 @@ def chosen(world: World, *positions: int, **outcome: Any) -> list[int] | None:
 def test_what_was_chosen_is_what_was_computed_of_the_chunk(world: World) -> None:
     assert chosen(world, 0, 1, 4, 5, 9, 10, 11) == [4, 5, 9]
     assert world.compression.ended("nobody") is None
+
+
+def test_what_a_score_has_computed_is_not_counted_as_a_plan_of_somebodys(world: World) -> None:
+    core: Any = SimpleNamespace(pool=world.managed.pool, block_size=SIZE)
+    feature = CompressedDocuments(core, world.entries)
+    request: Any = world.managed.request([*DOCUMENT, *DOCUMENT, 1])
+    assert not feature.outcome(request, None, PlanOutcome(9))
+    tracked, asked = world.managed.tracked(request), ParsedRequest(None, Mock(), score=[2, 10, 3])
+    feature.compression.order(tracked, request, asked)
+    assert feature.outcome(request, tracked, PlanOutcome(9))
 
 
 def test_a_choice_that_is_none_is_not_reported(world: World) -> None:

@@ -160,11 +160,13 @@ def test_conversations_that_only_grow_are_told_what_helps_them(tmp_path: Path, r
 
 
 def test_a_plot_is_written(trace: Path, tmp_path: Path, run: Any) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
     file = tmp_path / "plot.svg"
     assert run(trace, "--plot", str(file), "--policy", "shift")[0] == 0
     assert "<svg" in file.read_text(encoding="utf-8")
     status, _, err = run(trace, "--plot", str(tmp_path / "no" / "plot.svg"), "--policy", "shift")
     assert (status, "cannot write" in err) == (2, True)
+    assert pyplot.get_fignums() == [], "a service that draws thousands does not keep them"
 
 
 def test_times_come_from_a_data_sheet_or_a_measurement(

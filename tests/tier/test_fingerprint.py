@@ -200,6 +200,16 @@ def test_a_model_has_the_same_fingerprint_wherever_it_lies(tmp_path: Path) -> No
     assert len(codecs - {first}) == 2
 
 
+def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
+    """Equal tokens would stand for other text."""
+    model, other = make_model("qwen3"), tmp_path / "other"
+    shutil.copytree(model, other)
+    first = fingerprint(config(model, tokenizer=str(other)))
+    assert first == fingerprint(config(model))
+    (other / "tokenizer_config.json").write_text('{"model_max_length": 77}')
+    assert fingerprint(config(model, tokenizer=str(other))) != first
+
+
 def drafting(model: Path, draft: Path) -> VllmConfig:
     """By another model."""
     by = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}

@@ -179,28 +179,26 @@ class Known:
 
     def joined(self, handle: int, other: int) -> int:
         """One handle for two, which are then done with; 0: nobody knows either."""
-        first, second = self._detached.pop(handle, -1), self._detached.pop(other, -1)
-        if first < 0 or second < 0:
-            first, second = max(first, second), -1
-        if first < 0:
+        cells = [self._detached.pop(it) for it in (handle, other) if it in self._detached]
+        if not cells:
             return 0
-        self._cells["following"][self._same(first)[-1]] = second
+        self._cells["following"][self._same(cells[0])[-1]] = cells[1] if cells[1:] else -1
         joined = next(_handles)
-        self._detached[joined] = first
+        self._detached[joined] = cells[0]
         return joined
 
     def attach(self, handle: int, block: int) -> None:
         """Who knew the block of a handle knows another one instead, with the same content. Of one
         that is done with, nothing is known."""
-        first = self._detached.pop(handle, -1)
-        if first >= 0:
+        first = self._detached.pop(handle, None)
+        if first is not None:
             _attach(self._cells, self._first_cell, self._spares, first, block)
             self.changes += 1
 
     def let_go(self, handle: int) -> None:
         """The block of a handle is gone, unless it was attached."""
-        first = self._detached.pop(handle, -1)
-        if first >= 0:
+        first = self._detached.pop(handle, None)
+        if first is not None:
             _attach(self._cells, self._first_cell, self._spares, first, GONE)
 
     def check_integrity(self) -> None:
