@@ -112,7 +112,8 @@ class Trial:
 
     def _try(self, place: Place, mutant: Mutant) -> None:
         began = time.monotonic()
-        tests = self._traced.tests(mutant.file, mutant.line)
+        files = self._traced.tests(mutant.file, mutant.line)
+        tests = {file: self._traced.seconds[file] for file in files}
         how = place.tried(mutant, tests)
         if not self._stopped:
             self._add(Verdict(mutant, how, len(tests), time.monotonic() - began))

@@ -3,9 +3,9 @@
 
 `forks.Forks` starts it as a program of its own, so that nothing of the copies is loaded before a
 fork. It reads lines of JSON, `{"foreign": [[module, [name, ...]], ...], "ours": [package, ...]}`
-first, then `{"root": ..., "arguments": [...], "log": file}` for each run of pytest, and answers
-each run with a line, `{"code": ...}`: as of `subprocess`, null if it was not done in time, or a
-sentence if there is no run.
+first, then `{"root": ..., "arguments": [...], "log": file, "seconds": ...}` for each run of pytest,
+and answers each run with a line, `{"code": ...}`: as of `subprocess`, null if it was not done in
+time, or a sentence if there is no run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import resource
 import select
@@ -23,13 +24,21 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-CPU_S = 300
-WALL_S = 900
 MEMORY = 8 << 30
 """Of a run, in bytes. Whoever spins, hangs, or fills the memory has failed."""
 
 OTHER_SOURCES = 99
 """Exit status of a run that has tested something else than the copy."""
+
+
+def cpu_s(seconds: float) -> int:
+    """Of the processor, for tests that take so long unchanged: functions are compiled anew."""
+    return 180 + 3 * math.ceil(seconds)
+
+
+def wall_s(seconds: float) -> int:
+    """By the clock, likewise: others may want the machine, too."""
+    return 300 + 6 * math.ceil(seconds)
 
 
 def load(foreign: Iterable[tuple[str, list[str]]]) -> None:
@@ -58,18 +67,21 @@ def unready(ours: Iterable[str]) -> str | None:
     return None
 
 
-def run(root: str, arguments: list[str], log: str) -> int | None:
+def run(root: str, arguments: list[str], log: str, seconds: float) -> int | None:
     """Exit status of pytest in a fork, negative for a signal, or None if it is not done in time.
 
     Whatever a test has started and left behind ends with it.
+
+    Args:
+        seconds: that the tests take unchanged.
     """
     child = os.fork()
     if not child:
-        _child(root, arguments, log)
+        _child(root, arguments, log, cpu_s(seconds))
     os.setpgid(child, child)  # in both: whoever comes first
     ended = os.pidfd_open(child)
     try:
-        done = bool(select.select([ended], [], [], WALL_S)[0])
+        done = bool(select.select([ended], [], [], wall_s(seconds))[0])
     finally:  # the end of this process, too
         os.close(ended)
         with contextlib.suppress(ProcessLookupError):
@@ -78,7 +90,7 @@ def run(root: str, arguments: list[str], log: str) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def _child(root: str, arguments: list[str], log: str) -> None:
+def _child(root: str, arguments: list[str], log: str, limit_s: int) -> None:
     code = 3
     try:
         os.setpgid(0, 0)
@@ -87,7 +99,7 @@ def _child(root: str, arguments: list[str], log: str) -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 9))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 9))
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         os.chdir(root)
         sys.path.insert(0, root)

@@ -59,18 +59,20 @@ class Forks:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
-    def failure(self, root: Path, *arguments: str) -> str | None:
+    def failure(self, root: Path, *arguments: str, seconds: float) -> str | None:
         """How the tests of a copy fail, or None where that needs a process of its own.
 
         Args:
             arguments: of pytest.
+            seconds: that the tests take unchanged.
 
         Raises:
             MutantsError: the tests would run other sources than those of the copy.
         """
         with tempfile.NamedTemporaryFile("r", prefix="mutant-", suffix=".log") as log:
             every = [*copies.PYTEST, *arguments]
-            self._tell({"root": str(root.resolve()), "arguments": every, "log": log.name})
+            where = {"root": str(root.resolve()), "log": log.name}
+            self._tell({**where, "arguments": every, "seconds": seconds})
             answer = self._process.stdout.readline()  # type: ignore[union-attr]
             output = Path(log.name).read_text(errors="replace")
         if not answer:
@@ -81,9 +83,9 @@ class Forks:
         if code == forking.OTHER_SOURCES:
             raise MutantsError(f"the tests would run other sources than the copy in {root}")
         if code is None:
-            return f"not done within {forking.WALL_S} s"
+            return f"not done within {forking.wall_s(seconds)} s"
         if -code in (signal.SIGXCPU, signal.SIGKILL):
-            return f"not done within {forking.CPU_S} s of the processor"
+            return f"not done within {forking.cpu_s(seconds)} s of the processor"
         return copies.told(code, output) and copies.first_failure(output)
 
     def _tell(self, order: dict[str, object]) -> None:

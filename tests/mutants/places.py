@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,32 +53,37 @@ class Place:
         self._stopped = True
         self._forks.stop()
 
-    def tried(self, mutant: Mutant, tests: Sequence[str]) -> str | None:
+    def tried(self, mutant: Mutant, tests: Mapping[str, float]) -> str | None:
         """The first test that notices a mutant; None: none does.
 
         Args:
-            tests: files of tests, all of which pass without it.
+            tests: files of tests, all of which pass without it, with the seconds that takes.
         """
         with self._changed(mutant):
             alone = [test for test in tests if test in self._sources.alone]
             rest = [test for test in tests if test not in alone]
             while rest:
                 together = rest[:TOGETHER]
-                how = self._forks.failure(self._root, *QUICK, *together)
-                if how and self._fails_in_forks(file := how.partition("::")[0]):
-                    alone.append(file)
-                    rest.remove(file)
-                elif how:
-                    return how
-                else:
+                how = self._in_fork(self._root, {test: tests[test] for test in together})
+                file = (how or "").partition("::")[0]
+                suspected = [file] if file in tests else together  # those that were not done
+                if not how:
                     del rest[:TOGETHER]
+                elif fail := [it for it in suspected if self._fails_in_forks(it, tests[it])]:
+                    alone += fail
+                    rest = [test for test in rest if test not in fail]
+                else:
+                    return how
             return self._own_process(self._root, *QUICK, *alone) if alone else None
 
-    def _fails_in_forks(self, file: str) -> bool:
+    def _in_fork(self, root: Path, tests: Mapping[str, float]) -> str | None:
+        return self._forks.failure(root, *QUICK, *tests, seconds=sum(tests.values()))
+
+    def _fails_in_forks(self, file: str, seconds: float) -> bool:
         """Whether a file of tests fails in a fork without a mutant, too."""
         if file in self._sources.alone or file in self._sources.in_forks:
             return file in self._sources.alone
-        fails = self._forks.failure(self._sources.root, *QUICK, file) is not None
+        fails = self._in_fork(self._sources.root, {file: seconds}) is not None
         (self._sources.alone if fails else self._sources.in_forks).add(file)
         return fails
 

@@ -58,19 +58,19 @@ def answer(root: Path, value: int) -> None:
 def test_each_fork_sees_its_own_copy_as_it_is(sources: Path, forks: Forks, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sources, copy)
-    assert forks.failure(copy) is None
+    assert forks.failure(copy, seconds=1) is None
     answer(copy, 41)  # of the same length, and maybe within the same second
-    assert forks.failure(copy) == "tests/test_answer.py::test_the_answer"
-    assert forks.failure(sources) is None
+    assert forks.failure(copy, seconds=1) == "tests/test_answer.py::test_the_answer"
+    assert forks.failure(sources, seconds=1) is None
     copies.restore(copy, sources)
-    assert forks.failure(copy) is None
+    assert forks.failure(copy, seconds=1) is None
 
 
 @pytest.mark.slow
 def test_the_end_of_the_forks_is_no_failure(sources: Path) -> None:
     with Forks(sources) as forks:
         forks.stop()
-        assert forks.failure(sources) is None
+        assert forks.failure(sources, seconds=1) is None
 
 
 def test_a_process_with_our_sources_or_with_threads_is_not_forked() -> None:
