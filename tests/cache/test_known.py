@@ -188,6 +188,22 @@ def test_shared_text_behind_own_text_stays_linked_to_it(monkeypatch) -> None:
         index.check_integrity()
 
 
+def test_who_has_computed_a_block_anew_does_not_see_it_twice() -> None:
+    """The first of the pool, which takes the place of one that others had computed."""
+    index, prompt = SegmentIndex(8, SIZE), np.arange(SIZE, dtype=np.int32)
+    for namespace in (0, 1):
+        index.insert(namespace, ints(3), prompt, 0)
+    handle = index.known.detach(3)
+    index.remove([3])
+    index.insert(1, ints(0), prompt, 0)
+    index.known.attach(handle, 0)
+    index.begin_step()
+    for namespace in (1, 0, 1):
+        assert found(index, namespace, prompt).num_tokens == (SIZE if namespace else 0)
+        index.check_integrity()
+    assert index.nodes["born"].astype(bool).sum() == 1
+
+
 def test_an_id_that_is_given_anew_knows_nothing_of_its_predecessor() -> None:
     index = SegmentIndex(4, SIZE)
     names = NamespaceTable(lambda namespace: index.population(namespace) > 0)

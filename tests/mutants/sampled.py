@@ -2,7 +2,8 @@
 """Mutants: small mistakes at places of the package that are drawn at random.
 
 Each kind of mistake is a function from a node of a syntax tree to what takes the place of a part of
-its source. What only people read (docstrings, messages, annotations) is left as it is.
+its source. What only people read (docstrings, messages, annotations) is left as it is, and
+`zip(strict=True)`: it asserts what holds, and without it nothing that works works otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _ARITHMETIC = dict(
     for one, other in (("+", "-"), ("*", "//"), ("&", "|"), ("<<", ">>"))
     for it in ((one, other), (other, one))
 ) | {"/": "*", "%": "//", "**": "*", "^": "&"}
-_SAYING = ("debug", "info", "warning", "error", "exception", "warning_once", "print")
+_SHOWING = ("repr", "use_tqdm")
+"""Arguments that only change what is shown to people: the text of an object, a progress bar."""
+_SAYING = ("debug", "info", "warning", "error", "exception", "critical", "warning_once", "print")
 """Calls whose arguments only people read."""
 
 
@@ -124,9 +127,21 @@ def _condition(file: _File, node: ast.AST) -> Iterator[Change]:
 
 
 def _constant(file: _File, node: ast.AST) -> Iterator[Change]:
+    value = _number(node)
+    if value is not None and isinstance(node, ast.expr):
+        other = not value if isinstance(value, bool) else value + 1
+        if other != value:  # as 1e30 + 1 is 1e30
+            yield Change(file.start(node), file.end(node), repr(other))
+
+
+def _number(node: ast.AST) -> bool | int | float | None:
+    """The value of a literal number; its sign belongs to it."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _number(node.operand)
+        return None if value is None else -value
     if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-        other = repr(not node.value if isinstance(node.value, bool) else node.value + 1)
-        yield Change(file.start(node), file.end(node), other)
+        return node.value
+    return None
 
 
 def _statement(file: _File, node: ast.AST) -> Iterator[Change]:
@@ -167,8 +182,15 @@ def _running(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
             for name, value in ast.iter_fields(node)
             if name not in ("annotation", "returns", "decorator_list", "type_params")
             for child in (value if isinstance(value, list) else [value])
-            if isinstance(child, ast.AST)
+            if isinstance(child, ast.AST) and _number(node) is None
+            if not _asserts_lengths(node, child)
         )
+
+
+def _asserts_lengths(call: ast.AST, argument: ast.AST) -> bool:
+    """Whether this is the argument of `zip(..., strict=True)`."""
+    is_zip = isinstance(call, ast.Call) and ast.unparse(call.func) == "zip"
+    return is_zip and ast.unparse(argument) == "strict=True"
 
 
 def _is_for_people(node: ast.AST) -> bool:
@@ -176,6 +198,8 @@ def _is_for_people(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
+    if isinstance(node, ast.keyword):
+        return node.arg in _SHOWING
     call = node.value if isinstance(node, ast.Expr) else node
     if isinstance(call, ast.Call):
         name = getattr(call.func, "attr", getattr(call.func, "id", ""))

@@ -24,6 +24,9 @@ def f(a: int, b: "list[4]", *, c: bool = True) -> int:
         logger.info("%d", 6)
         notify(a)
     a += 7
+    dict(zip(a, b, strict=True))
+    answer: int = field(repr=False)
+    a = b[-1] + 1e30
     return a * b if a is None else -a
 '''
 
@@ -55,6 +58,9 @@ def test_each_kind_of_mistake_is_made_where_code_runs(tmp_path: Path) -> None:
         ("notify(a)", "pass"),
         ("a += 7", "a -= 7"),
         ("a += 7", "a += 8"),
+        ("dict(zip(a, b, strict=True))", "pass"),
+        ("a = b[-1] + 1e30", "a = b[0] + 1e30"),
+        ("a = b[-1] + 1e30", "a = b[-1] - 1e30"),
         ("return a * b if a is None else -a", "return None"),
         ("return a * b if a is None else -a", "return a // b if a is None else -a"),
         ("return a * b if a is None else -a", "return a * b if a is not None else -a"),

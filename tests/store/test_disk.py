@@ -48,6 +48,33 @@ def test_what_is_written_in_pieces_is_written_whole(
     assert (tmp_path / "file").read_bytes() == b"abcdefghij"
 
 
+def test_no_call_keeps_a_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file, disk = str(tmp_path / "file"), Disk()
+    monkeypatch.setattr(disk, "append", lambda *_: os.write(-1, b""))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        disk.write(file, [b"content"])
+    DISK.remove(file)
+    DISK.write(file, [b"content"])
+    DISK.read(file, memoryview(bytearray(8)))
+    DISK.sync_folder(str(tmp_path))
+    lock = DISK.lock(file)
+    assert lock is not None
+    assert DISK.lock(file) is None
+    os.close(lock)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_device_has_what_was_written_and_names_of_a_folder_once_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda it: synced.append(os.readlink(f"/proc/self/fd/{it}")))
+    DISK.write(str(tmp_path / "file"), [b"content"])
+    DISK.sync_folder(str(tmp_path))
+    assert synced == [str(tmp_path / "file"), str(tmp_path)]
+
+
 def test_a_lock_is_of_one_or_of_those_who_share_it(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     alone = DISK.lock(path)

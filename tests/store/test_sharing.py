@@ -273,7 +273,8 @@ def test_no_lease_is_said_to_have_expired_while_an_engine_opens_the_store(tmp_pa
     lease = Leases(str(tmp_path), Owner(), Disk())
     with lease.opening():
         assert lease.expired({"of nobody", lease.name}) == set()
-    assert lease.expired({"of nobody", lease.name}) == {"of nobody"}
+    for _ in range(2):  # whoever looks takes no lease
+        assert lease.expired({"of nobody", lease.name}) == {"of nobody"}
     lease.close()
 
 

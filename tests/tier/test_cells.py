@@ -38,8 +38,11 @@ def kv_cache(num_blocks: int = 7, **changed: Any) -> Any:
 
 
 def test_raw_cells_are_as_large_as_blocks() -> None:
-    size = cell_content_bytes(kv_cache(), Codec.RAW)
+    config = kv_cache()
+    size = cell_content_bytes(config, Codec.RAW)
     assert size == LAYERS * 2 * HEADS * TOKENS * CHANNELS * 2
+    config.kv_cache_tensors = config.kv_cache_tensors[:1]
+    assert cell_content_bytes(config, Codec.RAW) == size, "each has the size of all"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
