@@ -2,6 +2,7 @@
 """`vllm-segreuse`: vLLM's own `serve` with the flag in its place, and the other commands."""
 
 import argparse
+import os
 import subprocess
 import sys
 from typing import Any
@@ -65,6 +66,18 @@ def test_help_is_vllms_own(
     assert "--segreuse" not in sys.argv
     assert "serve" in capsys.readouterr().out
     assert served == []
+
+
+def test_workers_are_spawned_and_the_log_is_as_the_arguments_say(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by vLLM's own command."""
+    logged: list[Any] = []
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+    monkeypatch.setattr("vllm.logger.configure_logging_from_args", logged.append)
+    assert cli.main(["serve", "m"]) == 0
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert logged == [served[-1]]
 
 
 def test_bad_configuration_is_one_sentence(

@@ -79,6 +79,17 @@ def test_restored_text_in_front_of_an_edit_is_not_gone() -> None:
     assert found[:3] == (len(SYSTEM + TURN), len(THOUGHT), 0)
 
 
+def test_text_that_stayed_behind_restored_text_is_no_edit_but_what_follows_it_may_be() -> None:
+    index = index_of(SYSTEM + TURN + THOUGHT + MORE)
+    prompt = prompt_of(SYSTEM + TURN + MORE + [7])
+    stop = len(prompt.tokens) - 1
+    pieces = ContentFinder(index, 4).find(prompt, len(SYSTEM) + SIZE, stop).pieces
+    assert pieces.destination[0] == pieces.position[0] == len(SYSTEM) + SIZE
+    found = edit_of(index, prompt, pieces, len(SYSTEM))
+    assert found is not None
+    assert found[:3] == (len(SYSTEM + TURN), len(THOUGHT), 0)
+
+
 def test_known_text_of_elsewhere_is_new_where_it_stands_now() -> None:
     index = index_of(SYSTEM + THOUGHT + TURN + MORE, text(8, 2))
     found = edit(index, SYSTEM + text(8, 2) + TURN + MORE + [7], len(SYSTEM))

@@ -91,8 +91,19 @@ def test_a_lock_is_of_one_or_of_those_who_share_it(tmp_path: Path) -> None:
     assert last is not None
     DISK.replace(last, b"a longer text")
     DISK.replace(last, b"short")
-    os.close(last)
     assert Path(path).read_bytes() == b"short"
+    DISK.replace(last, b"")
+    os.close(last)
+    assert Path(path).read_bytes() == b""
+
+
+def test_a_lock_that_cannot_be_had_at_all_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on file systems without locks."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: os.write(-1, b""))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        DISK.lock(str(tmp_path / "lock"))
 
 
 def test_a_record_takes_whole_pages_of_the_device() -> None:

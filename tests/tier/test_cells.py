@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_segreuse.engine import kv_group
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.model.cells import StoredPage, cell_content_bytes, views
@@ -74,7 +75,7 @@ def test_raw_pages_are_stored_as_they_are() -> None:
 def test_what_a_codec_cannot_store_is_refused(
     codec: Codec, changed: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_segreuse.engine.kv_group._check_spec", lambda spec: None)
+    monkeypatch.setattr(kv_group, "_check_spec", lambda spec: None)
     cell_content_bytes(kv_cache(**changed), Codec.RAW)
     with pytest.raises(
         RefusedError, match=f"tier.codec is {codec}: {why}.*; set tier.codec to raw"
