@@ -46,7 +46,9 @@ class Segments(NamedTuple):
         changed: float `[n]`, of the text that its tokens were read behind there, and stand behind
             here, the share that is only on one side: 0 for the same text, 1 for text of which
             nothing is known to be the same. A mean over its tokens, behind each of which those of
-            the segment stand, too: a date in front of 6,000 tokens changes little.
+            the segment stand, too: a date in front of 6,000 tokens changes little. 1 also for text
+            that began a sequence and no longer does: its first token drew the attention that has
+            no other use (an attention sink, arXiv 2309.17453).
     """
 
     first: IntArray
@@ -255,6 +257,7 @@ class Pieces:
         changed = both - 2 * self.kept[first]
         # Token n of a segment stands behind both + 2 n tokens of both sides; the mean by integral.
         share = changed / 2 * np.log1p(2 * length / np.maximum(both, 1)) / length
+        share[(self.position[first] == 0) & (both > 0)] = 1.0
         return Segments(
             np.asarray(self.destination[first] - start, dtype=np.int32),
             np.asarray(self.position[first], dtype=np.int32),
