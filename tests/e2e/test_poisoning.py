@@ -20,7 +20,7 @@ from tests.e2e import poisoning
     ],
 )
 def test_29_plain_twins_of_approximate_requests_are_bit_identical(similar: bool) -> None:
-    expected = poisoning.references(60, similar)
+    expected = poisoning.references(100, similar)
     with poisoning.small_engine(segreuse=True, similar=similar) as running:
         counts = poisoning.poison(running, expected, similar=similar)
     assert (counts["similar"] > 10) is similar, counts
