@@ -29,7 +29,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -116,7 +116,8 @@ def _measured(llm: Any, plugin: bool, size: int, rounds: int) -> list[harness.Ro
     taken: dict[str, list[dict[str, float]]] = defaultdict(list)
     watch, sent = Stopwatch(), _Messages()
     tokenizer = llm.get_tokenizer()
-    with watch.on({**PARTS, **(OURS if plugin else {})}), sent.noted():
+    noted = sent.noted() if plugin else nullcontext()
+    with watch.on({**PARTS, **(OURS if plugin else {})}), noted:
         for turn, arm in _turns(plugin, size, rounds):
             prompt, extra_args = prompts.of(arm)
             if arm == "hit":  # now, so that nothing has evicted it

@@ -278,8 +278,7 @@ def scores_of(
     return scores, weights.amax((0, 1)) if highest else weights.sum((0, 1))
 
 
-@pytest.mark.parametrize("highest", [False, True], ids=["sum", "peak"])
-@pytest.mark.parametrize(
+EVERY_LAYOUT = pytest.mark.parametrize(
     ("layout", "dtype", "group"),
     [
         ("HND", torch.float32, 3),
@@ -291,6 +290,10 @@ def scores_of(
         ("channel tiles", torch.float16, 1),
     ],
 )
+
+
+@pytest.mark.parametrize("highest", [False, True], ids=["sum", "peak"])
+@EVERY_LAYOUT
 @pytest.mark.parametrize("count", [1, 9, 200])
 def test_scores_are_those_of_a_dense_softmax(
     built: str, layout: str, dtype: torch.dtype, group: int, count: int, highest: bool
@@ -314,15 +317,7 @@ def test_scores_are_those_of_a_dense_softmax(
 
 
 @pytest.mark.parametrize("last", [0, 1, 4, 67, 300])
-@pytest.mark.parametrize(
-    ("layout", "dtype", "group"),
-    [
-        ("HND", torch.float32, 3),
-        ("tiled by 32", torch.bfloat16, 2),
-        ("tiled by 16", torch.float16, 1),
-        ("pairs", torch.bfloat16, 3),
-    ],
-)
+@EVERY_LAYOUT
 def test_the_last_queries_are_summed_up_once_more(
     built: str, layout: str, dtype: torch.dtype, group: int, last: int
 ) -> None:
