@@ -3,7 +3,9 @@
 
 Conversations with a tool loop are edited (`edits`) and asked on, over HTTP, under several arms
 (`arms`). An interrupt (Ctrl-C, or a SIGTERM) ends it early, with figures of what was measured.
-`BENCH_QUALITY_SEEDS=tuning` draws the conversations on which options are chosen.
+Beside the file of `--json` each conversation is kept in a file of lines: a second start goes on
+where the first stopped. `BENCH_QUALITY_SEEDS=tuning` draws the conversations on which options are
+chosen.
 """
 
 from __future__ import annotations
@@ -11,25 +13,27 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import openai
 
-from bench import harness
+from bench import harness, records
 from bench.agents.arms import Arm
 from bench.edits import resting, serving
 from bench.edits.arms import ARMS, DEFAULT, ONCE, PREFIX, SERVER, SHIFT
 from bench.edits.conversations import Conversation, draw
 from bench.edits.edits import EDITS, Edit
 from bench.edits.figures import result_of
+from bench.edits.kept import Kept
 from bench.edits.serving import Asked
 from bench.edits.writing import Writer
 from bench.english.command import UsageError, require_model
 from bench.english.records import model_digest
 from bench.quality import seeds
+from bench.records import RecordsError
 from bench.server import ServerError
 
 T = TypeVar("T")
@@ -48,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         require_model(args.model)
         return run(args)
-    except UsageError as error:
+    except (UsageError, RecordsError) as error:
         print(f"bench edits: {error}", file=sys.stderr)
         return 2
     except (harness.BenchError, ServerError, openai.OpenAIError, httpx.HTTPError) as error:
@@ -61,16 +65,18 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         BenchError: nothing can be measured.
+        RecordsError: what is kept beside `--json` is of another run.
     """
     from transformers import AutoTokenizer
 
     chosen = seeds.chosen()
-    where = harness.environment() | {
+    setting = {
         "model": args.model.resolve().name,
         "model_digest": model_digest(args.model),
         "steps": args.steps,
         "seeds": chosen,
     }
+    where = harness.environment() | setting
     writer = Writer(AutoTokenizer.from_pretrained(args.model))
     conversations = [
         draw(seeds.rng(chosen, "edits", number), number, args.steps, writer.measure)
@@ -79,13 +85,23 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.heal_tokens:
         return _heal(args, where, writer, conversations)
+    setting |= {"edits": args.edits, "arms": args.arms}
+    file = records.beside(args.json) if args.json else None
+    kept = Kept(file, setting, harness.commit())
+    left = {n: one for n, one in enumerate(conversations) if n not in kept.conversations}
     edits = [EDITS[name] for name in args.edits]
     arms = [ARMS[name] for name in args.arms]
-    asked: list[Asked] = []
-    done = _unless_interrupted(_asked(args.model, writer, conversations, edits, arms), asked)
-    result = result_of(asked, args.best)
+    done = True
+    try:
+        for number, asked in _asked(args.model, writer, left, edits, arms) if left else ():
+            kept.add(number, asked)
+    except KeyboardInterrupt:
+        done = _interrupted()
+    if not kept.asked:
+        raise harness.BenchError("nothing was measured")
+    result = result_of(kept.asked, args.best)
     shown = [{name: row[name] for name in COLUMNS if name in row} for row in result["rows"]]
-    result["rows"] += map(_plain, asked)
+    result["rows"] += map(_plain, kept.asked)
     return _reported(args, where | {"interrupted": not done}, shown, result)
 
 
@@ -131,26 +147,37 @@ def _unless_interrupted(found: Iterator[list[T]], into: list[T]) -> bool:
         for some in found:
             into += some
     except KeyboardInterrupt:
-        print("interrupted: figures are of what was measured", file=sys.stderr)
-        return False
+        return _interrupted()
     return True
+
+
+def _interrupted() -> bool:
+    print("interrupted: figures are of what was measured", file=sys.stderr)
+    return False
 
 
 def _asked(
     model: Path,
     writer: Writer,
-    conversations: Sequence[Conversation],
+    conversations: Mapping[int, Conversation],
     edits: Sequence[Edit],
     arms: Sequence[Arm],
-) -> Iterator[list[Asked]]:
-    """All arms of an edited conversation one after the other, each of them first in turn."""
+) -> Iterator[tuple[int, list[Asked]]]:
+    """Of each conversation, all arms of an edit one after the other, each of them first in turn."""
     with serving.asking(model, SERVER, writer) as client:
-        client.conversation(conversations[0], edits[0], arms[0])  # the first requests are slow
-        for number, before in enumerate(harness.progress(conversations, "edits")):
+        first = next(iter(conversations.values()))
+        client.conversation(first, edits[0], arms[0])  # the first requests are slow
+        for number, before in harness.progress([*conversations.items()], "edits"):
             client.reset()
-            for place, edit in enumerate(edits):
-                for arm in harness.rotated(arms, number + place):
-                    yield client.conversation(before, edit, arm)
+            yield (
+                number,
+                [
+                    one
+                    for place, edit in enumerate(edits)
+                    for arm in harness.rotated(arms, number + place)
+                    for one in client.conversation(before, edit, arm)
+                ],
+            )
 
 
 def _some(known: Sequence[str]) -> Callable[[str], list[str]]:

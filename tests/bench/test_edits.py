@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations whose context is edited: what is asked, and what becomes of the answers."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -9,18 +13,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
 from bench.agents.tokens import Tokens
-from bench.edits import command, resting
+from bench.edits import command, resting, serving
 from bench.edits.arms import ARMS
 from bench.edits.conversations import LATER_TURNS, Conversation, draw, results
 from bench.edits.distance import divergence
 from bench.edits.edits import CUT, EDITS
 from bench.edits.figures import result_of
+from bench.edits.kept import Kept
 from bench.edits.resting import Rested
 from bench.edits.serving import Asked
 from bench.edits.writing import Writer
 from bench.harness import BenchError
+from bench.records import RecordsError
 
 STEPS = 6
 
@@ -242,3 +249,94 @@ def test_arms_without_the_prefix_cache_share_nothing() -> None:
     none, prefix = ARMS["none"], ARMS["prefix"]
     assert none.body("space", 1) != none.body("space", 2)
     assert prefix.body("space", 1) == prefix.body("space", 2)
+
+
+SETTING = {"model": "small", "arms": ["prefix", "once"]}
+
+
+def test_a_run_goes_on_behind_the_conversations_that_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "edits.jsonl"
+    first = Kept(file, SETTING, "abc")
+    mine = [asked("once", 4, turn, 0.5, prompt=90, computed=1.5) for turn in range(2)]
+    first.add(4, mine)
+    again = Kept(file, SETTING, "abc")
+    assert again.asked == mine
+    assert again.conversations == {4}
+    again.add(5, mine[:1])
+    assert Kept(file, SETTING, "abc").conversations == {4, 5}
+
+
+@pytest.mark.parametrize(
+    ("setting", "commit", "message"),
+    [
+        ({**SETTING, "model": "large"}, "abc", "model small, not large"),
+        (SETTING, "def", "commit abc, this is def"),
+    ],
+)
+def test_conversations_of_another_run_are_refused(
+    tmp_path: Path, setting: dict[str, Any], commit: str, message: str
+) -> None:
+    file = tmp_path / "edits.jsonl"
+    Kept(file, SETTING, "abc").add(0, [asked("once", 0, 0, 0.5)])
+    with pytest.raises(RecordsError, match=message):
+        Kept(file, setting, commit)
+
+
+def test_a_line_that_is_no_conversation_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "edits.jsonl"
+    Kept(file, SETTING, "abc")
+    with file.open("a") as out:
+        out.write('{"conversation": 0}\n')
+    with pytest.raises(RecordsError, match="line 2"):
+        Kept(file, SETTING, "abc")
+
+
+class Served:
+    """Stands for a server's client: answers everything, and is interrupted after some."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.numbers = left, list[int]()
+
+    def reset(self) -> None:
+        pass
+
+    def conversation(self, before: Conversation, edit: Any, arm: Any) -> list[Asked]:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        self.numbers.append(before.number)
+        one = asked(arm.name, before.number, 0, 0.5, prompt=90, computed=9)
+        return [replace(one, edit=edit.name, turn=turn) for turn in range(2)]
+
+
+def test_an_interrupted_run_reports_whole_conversations_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Writer
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: tokenizer)
+    file = tmp_path / "out.json"
+    given = ["--model", str(tmp_path), "--conversations", "3", "--edits", "date", "--steps", "4"]
+    given += ["--arms", "prefix,once", "--json", str(file)]
+
+    def run(left: int) -> tuple[int, Served]:
+        served = Served(left)
+
+        @contextmanager
+        def asking(*_: Any) -> Iterator[Served]:
+            yield served
+
+        monkeypatch.setattr(serving, "asking", asking)
+        return command.main(given), served
+
+    status, _ = run(1 + 2 + 1)  # the first is not counted; one whole conversation, half of another
+    assert status == 130
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["conversations"] for row in rows if "conversations" in row} == {1}
+    status, served = run(99)
+    assert status == 0
+    assert served.numbers == [1, 1, 1, 2, 2]
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["conversations"] for row in rows if "conversations" in row} == {3}
+    status, served = run(99)
+    assert (status, served.numbers) == (0, [])
