@@ -43,6 +43,7 @@ COMMANDS = {
         "codecs of the second tier: speed; with --model DIR: quality",
     ),
     "english": ("bench.english.command", "what reuse costs a pretrained model on English text"),
+    "reuse": ("bench.reuse.command", "ways to recompute moved KV, in plain torch: no engine"),
     "trace": ("bench.trace.command", "a trace of ids: an estimate, and the engine's own word"),
     "tables": ("bench.tables.command", "the tables of figures in the pages (--check)"),
 }

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bench reuse --model DIR`: ways to recompute moved KV, compared in plain torch.
+
+The examples and donors of `bench english`, without an engine: full prefill, donors and the first
+reading are computed once for all leads of an example, so dozens of them cost seconds. Lengths of
+time mean nothing here; `tests/bench/test_reuse_engine.py` checks choice and divergence against the
+engine. Beside the file of `--json` each example is kept in a file of lines, and a second start goes
+on behind them. `BENCH_QUALITY_SEEDS=tuning` draws the examples on which policies are chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import harness, records
+from bench.english.command import UsageError, require_model
+from bench.english.records import model_digest
+from bench.english.tasks import TASKS
+from bench.quality import seeds
+
+COLUMNS = (
+    *("source", "share", "lead", "examples", "first_kl", "kl_p90", "answer_kl", "same_answers"),
+    *("answer_kl_less_focus", "answer_kl_less_focus_low", "answer_kl_less_focus_high"),
+)
+"""Of a row, what is printed; its file has more."""
+SOURCES = "siblings,reversed,alone"
+LEADS = (
+    "shift,focus,prophet,norms,two-rounds,rollout,documents,each,evenly,beginnings,hidden,"
+    "further=.25,exact,foreseen"
+)
+SHARES = "0.1,0.15,0.25"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; returns the exit status: 2 for bad input, 130 if it was interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        return run(args)
+    except (UsageError, records.RecordsError) as error:
+        print(f"bench reuse: {error}", file=sys.stderr)
+        return 2
+    except harness.BenchError as error:
+        print(f"bench reuse: {error}", file=sys.stderr)
+        return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what is missing, and report on all that is there.
+
+    Raises:
+        UsageError: the model or a name is wrong.
+        RecordsError: the records beside `--json` are of another run.
+    """
+    for folder in filter(None, (args.model, args.chooser)):
+        require_model(folder)
+    chosen = seeds.chosen()
+    where = harness.environment()
+    setting = {
+        "model": args.model.resolve().name,
+        "model_digest": model_digest(args.model),
+        "seeds": chosen,
+        "dtype": args.dtype,
+        "most_tokens": args.most_tokens,
+    }
+    from bench.reuse.laboratory import Laboratory, Wanted
+    from bench.reuse.records import Record, figures
+
+    try:
+        wanted = Wanted.named(args.sources, args.leads, args.shares)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    found: list[Record] = []
+    file = records.beside(args.json) if args.json else None
+    if file is not None:
+        found = _kept(file, setting, records.opened(file, "reuse", setting))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    laboratory = Laboratory(args.model, args.chooser, args.dtype, chosen, args.most_tokens)
+    steps = list(_missing(args.tasks, args.examples, wanted.sources, found))
+    done = True
+    try:
+        for task, number in harness.progress(steps, "examples"):
+            for record in laboratory.measured(task, number, wanted):
+                found.append(record)
+                if file is not None:
+                    records.append(file, record.entry)
+    except KeyboardInterrupt:
+        done = False
+    if not found:
+        raise harness.BenchError("nothing was measured")
+    result = figures(found)
+    result["summary"] = setting | result["summary"]
+    shown = [{name: row.get(name) for name in COLUMNS} for row in result["rows"]]
+    where |= {"interrupted": not done}
+    harness.report("reuse", where, {"rows": shown, "summary": result["summary"]})
+    if args.json:
+        harness.write_json(args.json, "reuse", where, result)
+    return 0 if done else 130
+
+
+def _kept(file: Path, setting: dict[str, Any], entries: Sequence[Any]) -> list[Any]:
+    from bench.reuse.records import Record
+
+    found = []
+    for number, entry in enumerate(entries):
+        try:
+            found.append(Record.read(entry))
+        except (TypeError, KeyError):
+            raise records.not_of_this_version(file, number) from None
+    return found
+
+
+def _missing(
+    tasks: Sequence[str], examples: int, sources: Sequence[str], found: Sequence[Any]
+) -> Iterator[tuple[str, int]]:
+    there = {(one.task, one.number, one.source) for one in found}
+    for number in range(examples):
+        for task in tasks:
+            if any((task, number, source) not in there for source in sources):
+                yield task, number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench reuse", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--chooser", type=Path, metavar="DIR", help="a model for lead `smaller`")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--tasks", type=_names, default=tuple(TASKS), metavar="NAMES", help=", ".join(TASKS)
+    )
+    parser.add_argument("--examples", type=int, default=4, metavar="N", help="of each task (4)")
+    parser.add_argument("--sources", default=SOURCES, help=f"of the documents' KV ({SOURCES})")
+    parser.add_argument("--leads", default=LEADS, help=f"({LEADS})")
+    parser.add_argument("--shares", default=SHARES, help=f"of the reused tokens ({SHARES})")
+    parser.add_argument(
+        "--most-tokens",
+        type=int,
+        default=2600,
+        metavar="N",
+        help="documents of an example; longer ones are drawn again, or passed over (2600)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it here")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, text.split(",")))
+    for name in names:
+        if name not in TASKS:
+            raise argparse.ArgumentTypeError(f"no task {name!r}; there are {', '.join(TASKS)}")
+    return names

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to recompute some of the moved tokens, by name: what is compared at equal work.
+
+Each is given the same first reading and a number of tokens, of which it may compute no more,
+counted as often as it computes them. `exact` and `foreseen` are bounds, which no server can have:
+they know full prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from bench.reuse.decoder import Carry
+from bench.reuse.scene import Scene
+
+Lead = Callable[[Scene, int], torch.Tensor]
+"""Logits `[answer, vocabulary]` of a scene of which so many reused tokens are computed."""
+
+BEGINNING = 4
+"""First tokens of a document: attention sinks, where it was computed alone."""
+
+
+def focus_scores(scene: Scene, paid: torch.Tensor | None = None) -> torch.Tensor:
+    """Those of the policy: `[tokens]`. The last layer is not asked, as a pass does not run it."""
+    paid = scene.paid if paid is None else paid
+    return paid[len(paid) // 2 : -1].sum((0, 2)).prod(0).sqrt()
+
+
+def _shift(scene: Scene, number: int) -> torch.Tensor:
+    return scene.answered(torch.empty(0, dtype=torch.int64))
+
+
+def _focus(scene: Scene, number: int) -> torch.Tensor:
+    return scene.answered(scene.best(focus_scores(scene), number))
+
+
+def _prophet(scene: Scene, number: int) -> torch.Tensor:
+    return scene.answered(scene.best(scene.paid[:, 0].sum((0, 1)), number))
+
+
+def _norms(scene: Scene, number: int) -> torch.Tensor:
+    """Attention times the norm of the value that it brings."""
+    norms = scene.kv.values[:, :, : len(scene.asked.tokens)].float().norm(dim=-1)
+    groups = scene.paid.shape[2] // norms.shape[1]
+    weighed = scene.paid * norms.repeat_interleave(groups, 1)[:, None]
+    return scene.answered(scene.best(focus_scores(scene, weighed), number))
+
+
+def of_layers(layers: tuple[int, ...]) -> Lead:
+    """`focus` with the attention of other layers than the second half."""
+
+    def lead(scene: Scene, number: int) -> torch.Tensor:
+        scores = scene.paid[list(layers)].sum((0, 2)).prod(0).sqrt()
+        return scene.answered(scene.best(scores, number))
+
+    return lead
+
+
+def _two_rounds(scene: Scene, number: int) -> torch.Tensor:
+    """Half, and then what the question attends to once that half is recomputed."""
+    first = scene.best(focus_scores(scene), number // 2)
+    kv = scene.kv.copy()
+    paid = scene.read(kv, first)
+    scores = focus_scores(scene, paid)
+    scores[first] = float("-inf")
+    return scene.answered(scene.best(scores, number - len(first)), kv)
+
+
+def _rollout(scene: Scene, number: int) -> torch.Tensor:
+    """A third is computed to see what it attends to; it is computed once more beside as many of
+    that (attention rollout, arXiv 2005.00928, of one step)."""
+    first = scene.best(focus_scores(scene), number // 3)
+    paid = scene.read(scene.kv.copy(), first, probes=first)
+    scores = paid[:, 0].sum((0, 1))
+    scores[first] = float("-inf")
+    beside = scene.best(scores, number - 2 * len(first))
+    return scene.answered(torch.cat([first, beside]).sort().values)
+
+
+def _of_documents(scene: Scene, number: int) -> torch.Tensor:
+    """All of it in the documents that got most attention: half of them."""
+    scores = focus_scores(scene)
+    documents = scene.asked.documents
+    sums = torch.stack([scores[first:stop].sum() for first, stop in documents])
+    kept = sums.argsort(descending=True)[: (len(documents) + 1) // 2]
+    inside = torch.zeros_like(scene.is_document)
+    for first, stop in (documents[i] for i in kept.tolist()):
+        inside[first:stop] = True
+    return scene.answered(scene.best(scores.masked_fill(~inside, -1), number))
+
+
+def _each(scene: Scene, number: int) -> torch.Tensor:
+    """Of each document its share."""
+    scores, chosen = focus_scores(scene), []
+    for first, stop in scene.asked.documents:
+        its = round(number * (stop - first) / scene.num_reused)
+        chosen.append(first + scores[first:stop].topk(its).indices)
+    return scene.answered(torch.cat(chosen).sort().values)
+
+
+def _evenly(scene: Scene, number: int) -> torch.Tensor:
+    """Every so manieth: what a choice is worth is the difference to this."""
+    reused = scene.is_document.nonzero()[:, 0]
+    return scene.answered(reused[torch.linspace(0, len(reused) - 1, number).long().unique()])
+
+
+def _beginnings(scene: Scene, number: int) -> torch.Tensor:
+    """The first tokens of each document always."""
+    scores = focus_scores(scene)
+    scores[_first_tokens(scene)] = float("inf")
+    return scene.answered(scene.best(scores, number))
+
+
+def _hidden(scene: Scene, number: int) -> torch.Tensor:
+    """Nobody attends to the first tokens of any document but the first."""
+    kv = scene.kv.copy()
+    kv.hidden = _first_tokens(scene, BEGINNING)
+    scores = focus_scores(scene)
+    scores[kv.hidden] = -1
+    return scene.answered(scene.best(scores, number), kv)
+
+
+def _first_tokens(scene: Scene, passed_over: int = 0) -> torch.Tensor:
+    documents = scene.asked.documents[1:] if passed_over else scene.asked.documents
+    return torch.cat([torch.arange(first, first + BEGINNING) for first, _ in documents])
+
+
+def further(share: float) -> Lead:
+    """Recomputed KV goes on beyond what was computed: of its way to full prefill's, recomputation
+    among moved neighbours makes a part only."""
+
+    def lead(scene: Scene, number: int) -> torch.Tensor:
+        return scene.answered(scene.best(focus_scores(scene), number), further=share)
+
+    return lead
+
+
+class Shares(NamedTuple):
+    """Of a change that is carried to the tokens behind, within a document.
+
+    Attributes:
+        always: at any distance.
+        near: what is added beside the token, and fades.
+        reach: in how many tokens, to a third (1 / e).
+    """
+
+    always: float
+    near: float
+    reach: float
+
+    def at(self, distance: torch.Tensor) -> torch.Tensor:
+        """Of tokens so far away."""
+        return self.always + self.near * torch.exp(-distance / self.reach)
+
+
+def carried(values: Shares, keys: Shares | None = None) -> Lead:
+    """Tokens behind a recomputed one take part in the change of its value, and of its key."""
+
+    def lead(scene: Scene, number: int) -> torch.Tensor:
+        chosen = scene.best(focus_scores(scene), number)
+        document = torch.zeros(len(scene.asked.tokens), dtype=torch.int64)
+        for i, (first, stop) in enumerate(scene.asked.documents, 1):
+            document[first:stop] = i
+        others = scene.is_document.clone()
+        others[chosen] = False
+        behind = others.nonzero()[:, 0]
+        before = torch.searchsorted(chosen, behind) - 1
+        near_by = before >= 0
+        near_by &= document[chosen[before.clamp_min(0)]] == document[behind]
+        behind, before = behind[near_by], before[near_by]
+        distance = (behind - chosen[before]).float()
+        of_keys = None if keys is None else keys.at(distance)
+        return scene.answered(chosen, carry=Carry(chosen, behind, values.at(distance), of_keys))
+
+    return lead
+
+
+def scaled(factor: float) -> Lead:
+    """Moved keys times a factor: a temperature of the attention to them (arXiv 2502.05431)."""
+
+    def lead(scene: Scene, number: int) -> torch.Tensor:
+        kv = scene.kv.copy()
+        kv.keys[:, :, scene.is_document.nonzero()[:, 0]] *= factor
+        return scene.answered(scene.best(focus_scores(scene), number), kv)
+
+    return lead
+
+
+def _exact(scene: Scene, number: int) -> torch.Tensor:
+    """Full prefill's KV in place of what `focus` would recompute."""
+    kv = scene.kv.copy()
+    kv.take(scene.asked.exact, scene.best(focus_scores(scene), number))
+    return scene.answered(torch.empty(0, dtype=torch.int64), kv)
+
+
+def _foreseen(scene: Scene, number: int) -> torch.Tensor:
+    """Chosen by the attention that the question pays in full prefill."""
+    none = torch.empty(0, dtype=torch.int64)
+    paid = scene.read(scene.asked.exact.copy(), none)
+    return scene.answered(scene.best(focus_scores(scene, paid), number))
+
+
+def _smaller(scene: Scene, number: int) -> torch.Tensor:
+    """Chosen by another model, which read the same prompt."""
+    if scene.chooser is None:
+        raise ValueError("no model chooses for this one: give one with --chooser DIR")
+    return scene.answered(scene.best(focus_scores(scene.chooser), number))
+
+
+@dataclass(frozen=True)
+class Named:
+    """A lead, and what it may compute.
+
+    Attributes:
+        name: as a table has it.
+        lead: how.
+        has_share: whether it depends on the share at all.
+    """
+
+    name: str
+    lead: Lead
+    has_share: bool = True
+
+
+LEADS: Mapping[str, Lead] = MappingProxyType(
+    {
+        "shift": _shift,
+        "focus": _focus,
+        "prophet": _prophet,
+        "norms": _norms,
+        "two-rounds": _two_rounds,
+        "rollout": _rollout,
+        "documents": _of_documents,
+        "each": _each,
+        "evenly": _evenly,
+        "beginnings": _beginnings,
+        "hidden": _hidden,
+        "exact": _exact,
+        "foreseen": _foreseen,
+        "smaller": _smaller,
+    }
+)
+"""By name; beside them `layers=4+5+9`, `further=.25`, `keys=1.1` and `carried=.25+.4+3`."""
+
+
+def lead(text: str) -> Named:
+    """The lead that a text names.
+
+    Raises:
+        ValueError: there is none; the text says what there is.
+    """
+    name, equals, value = text.partition("=")
+    try:
+        if not equals:
+            return Named(text, LEADS[text], text != "shift")
+        if name == "layers":
+            return Named(text, of_layers(tuple(int(one) for one in value.split("+"))))
+        if name == "carried":
+            both = [Shares(*map(float, part.split("+"))) for part in value.split("/")]
+            return Named(text, carried(*both))
+        return Named(text, {"further": further, "keys": scaled}[name](float(value)))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"no lead {text!r}; there are {', '.join(LEADS)}, layers=N+N, further=SHARE, "
+            "keys=FACTOR and carried=ALWAYS+NEAR+REACH (of values, and behind a / of keys)"
+        ) from None

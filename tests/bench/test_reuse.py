@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench reuse` on tiny models with random weights: the decoder against Transformers' own, moved
+KV, and what leads have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from bench.english.prompts import Prompts
+from bench.english.tasks.base import Example
+from bench.reuse import ingestion, leads, records
+from bench.reuse.decoder import NAME, Decoder
+from bench.reuse.laboratory import Wanted
+from bench.reuse.scene import Asked, Scene, computed_in, in_full
+
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "eos_token_id": None,
+    "attn_implementation": NAME,
+}
+WINDOW = 12
+FAMILIES: dict[str, Any] = {
+    "qwen2": lambda **own: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **own)),
+    "llama": lambda **own: LlamaForCausalLM(LlamaConfig(**SHAPE, **own)),
+    "gemma3": lambda **own: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SHAPE,
+            **own,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+    ),
+}
+PROMPT = [int(one) for one in torch.randint(5, 4000, (60,), generator=torch.manual_seed(3))]
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    made = FAMILIES[request.param]().eval()
+    for weight in made.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(0, 0.2)  # attention that is far from even
+    return made
+
+
+@pytest.fixture
+def decoder(model: Any) -> Decoder:
+    return Decoder(model, None)
+
+
+def in_one(decoder: Decoder, tokens: list[int]) -> tuple[Any, torch.Tensor]:
+    kv = decoder.empty(len(tokens))
+    return kv, decoder.compute(kv, tokens, torch.arange(len(tokens)), logits=len(tokens))
+
+
+def test_full_prefill_is_that_of_transformers(model: Any, decoder: Decoder) -> None:
+    _, logits = in_one(decoder, PROMPT)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scattered_tokens_beside_exact_kv_are_as_in_full_prefill(decoder: Decoder) -> None:
+    kv, logits = in_one(decoder, PROMPT)
+    keys = kv.keys.clone()
+    some = torch.tensor([0, 3, 17, 18, 40, 59])
+    kv.keys[:, :, some] = 9.0
+    found = decoder.compute(kv, torch.tensor(PROMPT)[some], some, logits=len(some))
+    torch.testing.assert_close(found, logits[some], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(kv.keys, keys, rtol=1e-4, atol=1e-4)
+
+
+def test_moved_keys_are_those_of_the_other_position(decoder: Decoder) -> None:
+    kv, _ = in_one(decoder, PROMPT)
+    later = decoder.empty(140)
+    decoder.compute(later, PROMPT, torch.arange(80, 140), logits=0)
+    # The first layer sees nothing but the token and its position.
+    moved = decoder.moved(kv, 10, 30, 90)
+    torch.testing.assert_close(moved.keys[0], later.keys[0, :, 90:110], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(moved.values, kv.values[:, :, 10:30])
+    there_and_back = decoder.moved(decoder.moved(kv, 0, 60, 500), 0, 60, -500)
+    torch.testing.assert_close(there_and_back.keys, kv.keys, rtol=1e-4, atol=1e-4)
+
+
+def example(documents: int = 3) -> Example:
+    texts = [f"document {i} " + " ".join(f"word{i}-{j}" for j in range(20)) for i in range(9)]
+    return Example(
+        task="one-hop",
+        kind="",
+        documents=tuple(texts[:documents]),
+        others=tuple(texts[documents : documents + 2]),
+        question=" which word is the first one of all ?",
+        answers=("word",),
+    )
+
+
+class Words:
+    """A tokenizer: a word is a token."""
+
+    chat_template = None
+    bos_token_id = None
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def __call__(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+        ids = [self.known.setdefault(word, len(self.known)) for word in text.split()]
+        return SimpleNamespace(input_ids=ids)
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    return Prompts(Words())
+
+
+@pytest.fixture
+def asked(decoder: Decoder, prompts: Prompts) -> Asked:
+    return in_full(decoder, prompts, example())
+
+
+def scene_of(decoder: Decoder, prompts: Prompts, asked: Asked, source: str = "siblings") -> Scene:
+    texts = [f"strange {i} " + " ".join(f"odd{i}-{j}" for j in range(20)) for i in range(6)]
+    donors = ingestion.SOURCES[source](decoder, prompts, example(), lambda: texts, Random(1))
+    return Scene(decoder, asked, donors)
+
+
+@pytest.mark.parametrize("source", ingestion.SOURCES)
+def test_all_tokens_recomputed_are_full_prefill(
+    decoder: Decoder, prompts: Prompts, asked: Asked, source: str
+) -> None:
+    scene = scene_of(decoder, prompts, asked, source)
+    moved_only = scene.answered(torch.empty(0, dtype=torch.int64))
+    assert not torch.allclose(moved_only, asked.logits, rtol=1e-3, atol=1e-3)
+    everything = scene.answered(scene.is_document.nonzero()[:, 0])
+    torch.testing.assert_close(everything, asked.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *leads.LEADS,
+        "layers=1+2",
+        "further=.5",
+        "keys=1.1",
+        "carried=.2+.4+3",
+        "carried=.2+.4+3/.1+.3+4",
+    ],
+)
+def test_a_lead_computes_no_more_than_its_share(
+    decoder: Decoder, prompts: Prompts, asked: Asked, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = replace(
+        scene_of(decoder, prompts, asked), chooser=scene_of(decoder, prompts, asked, "alone")
+    )
+    computed: list[int] = []
+    compute = Decoder.compute
+
+    def counted(self: Decoder, kv: Any, tokens: Any, positions: torch.Tensor, **own: Any) -> Any:
+        within = positions[positions < len(asked.tokens)]
+        computed.append(int(scene.is_document[within].sum()))
+        return compute(self, kv, tokens, positions, **own)
+
+    monkeypatch.setattr(Decoder, "compute", counted)
+    number = round(0.3 * scene.num_reused)
+    logits = leads.lead(name).lead(scene, number)
+    assert logits.shape == asked.logits.shape
+    assert sum(computed) <= number + 2  # shares of documents are rounded
+    if name not in ("shift", "exact"):
+        assert sum(computed) >= number - 2
+
+
+def test_no_lead_changes_the_scene(decoder: Decoder, prompts: Prompts, asked: Asked) -> None:
+    scene = scene_of(decoder, prompts, asked)
+    scene.chooser = scene
+    before = [one.clone() for one in (scene.kv.keys, scene.kv.values, scene.paid)]
+    exact = asked.exact.keys.clone()
+    for lead in leads.LEADS.values():
+        lead(scene, 12)
+    assert torch.equal(asked.exact.keys, exact)
+    for one, other in zip(before, (scene.kv.keys, scene.kv.values, scene.paid), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_exact_kv_of_all_tokens_is_full_prefill(
+    decoder: Decoder, prompts: Prompts, asked: Asked
+) -> None:
+    scene = scene_of(decoder, prompts, asked, "alone")
+    found = leads.LEADS["exact"](scene, scene.num_reused)
+    torch.testing.assert_close(found, asked.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_further_goes_beyond_what_is_computed(
+    decoder: Decoder, prompts: Prompts, asked: Asked
+) -> None:
+    scene = scene_of(decoder, prompts, asked)
+    chosen = scene.best(leads.focus_scores(scene), 9)
+    none = scene.answered(chosen, further=0.0)
+    assert torch.equal(scene.answered(chosen), none)
+    assert not torch.allclose(scene.answered(chosen, further=0.5), none, rtol=1e-3, atol=1e-3)
+
+
+def test_hidden_tokens_are_attended_to_by_nobody(decoder: Decoder) -> None:
+    kv, _ = in_one(decoder, PROMPT)
+    last = torch.tensor([59])
+    kv.hidden = torch.tensor([50, 51])
+    one = decoder.compute(kv.copy(), PROMPT[59:], last)
+    kv.values[:, :, 50:52] += 100
+    torch.testing.assert_close(decoder.compute(kv.copy(), PROMPT[59:], last), one)
+    kv.hidden = None
+    assert not torch.allclose(decoder.compute(kv.copy(), PROMPT[59:], last), one)
+
+
+def test_a_mean_of_equal_contexts_is_the_context(
+    decoder: Decoder, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = example()
+    siblings = ingestion.SOURCES["siblings"](decoder, prompts, one, tuple, Random(1))
+    same = ingestion.SOURCES["mean-2"](decoder, prompts, one, lambda: one.others, _InOrder())
+    for mine, other in zip(same, siblings, strict=True):
+        torch.testing.assert_close(mine.keys, other.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.values, other.values, rtol=1e-4, atol=1e-4)
+
+
+class _InOrder(Random):
+    """Draws the first ones."""
+
+    def sample(self, population: Any, k: int, **_: Any) -> Any:
+        return list(population)[:k]
+
+
+def test_the_nearest_have_most_rare_words_in_common() -> None:
+    base = [
+        "the red apple falls",
+        "the blue sea roars",
+        "the red apple rots",
+        "the blue sea sleeps",
+    ]
+    drawn = replace(example(), documents=tuple(base[:2]))
+    assert [pair[-1] for pair in ingestion.nearest(drawn, base)] == [base[2], base[3]]
+
+
+def test_a_text_that_no_prompt_has_is_named(decoder: Decoder) -> None:
+    with pytest.raises(ValueError, match="1 of 2 texts"):
+        computed_in(decoder, [[1, 2, 3, 4]], [[2, 3], [7, 7]])
+
+
+def test_a_text_is_taken_from_the_last_prompt_that_has_it(decoder: Decoder) -> None:
+    first, last = [9, 8, *PROMPT[:6]], [*PROMPT[20:29], *PROMPT[:6], 5]
+    [found] = computed_in(decoder, [first, last], [PROMPT[:6]])
+    kv, _ = in_one(decoder, last)
+    torch.testing.assert_close(found.values, kv.values[:, :, 9:15], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("far", "focus", "0.1"), "no source 'far'"),
+        (("alone", "guess", "0.1"), "no lead 'guess'"),
+        (("alone", "layers=x", "0.1"), "no lead 'layers=x'"),
+        (("alone", "focus", "1.5"), "a share of 1.5"),
+    ],
+)
+def test_what_is_not_there_is_named(names: tuple[str, str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Wanted.named(*names)
+
+
+def outcome(kl: float, agreement: float = 1.0) -> records.Outcome:
+    return records.Outcome(first_kl=kl, answer_kl=kl / 2, agreement=agreement)
+
+
+def test_differences_are_of_the_same_examples_and_share() -> None:
+    def record(number: int, **found: records.Outcome) -> records.Record:
+        return records.Record("chat", number, "alone", 4, 500, 400, found)
+
+    both = [
+        record(i, **{"focus@0.1": outcome(0.4), "norms@0.1": outcome(0.2 + i / 100)})
+        for i in range(4)
+    ]
+    rows = records.figures([*both, record(9, **{"focus@0.1": outcome(8.0, 0.5)})])["rows"]
+    focus = next(row for row in rows if row["lead"] == "focus")
+    norms = next(row for row in rows if row["lead"] == "norms")
+    assert focus["examples"] == 5
+    assert focus["same_answers"] == 0.8
+    assert norms["answer_kl_less_focus"] == pytest.approx(-0.0925)
+    assert norms["answer_kl_less_focus_low"] < -0.0925 < norms["answer_kl_less_focus_high"]
+    assert "answer_kl_less_focus" not in focus
+    again = [records.Record.read(one.entry) for one in both]
+    assert again == both
