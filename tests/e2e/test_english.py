@@ -4,8 +4,10 @@ And what `bench agents` measures in the same way."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from bench.agents import arms as agents_arms
 from bench.agents import distance, traces
@@ -16,8 +18,16 @@ from bench.english.engine import EXACT_DONORS, Lab, english_engine
 from bench.english.records import Outcome
 from bench.english.tasks import draw
 from bench.quality import seeds
+from bench.reuse.decoder import Decoder
+from bench.reuse.ingestion import SOURCES
+from bench.reuse.leads import focus_scores, lead
+from bench.reuse.records import Outcome as LabOutcome
+from bench.reuse.scene import Scene, in_full
 from bench.shapes import make_model
 from tests.e2e.engine import quick_start
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.programs import probed
+from vllm_segreuse.prefill.selection import Choice, choose_tokens
 
 pytestmark = pytest.mark.e2e
 
@@ -100,3 +110,36 @@ def test_similar_text_of_agents_is_reused_and_recomputing_it_is_full_prefill(lab
     assert tokens[1].shares()["new"] < tokens[0].shares()["new"]
     assert max(it.answer_kl for it in everything) < 0.005
     assert max(it.answer_kl for it in similar) > max(it.answer_kl for it in everything)
+
+
+def test_the_laboratory_without_an_engine_chooses_as_the_engine_does(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = draw("contracts", 0, seeds.rng("tuning", "contracts", 3), lab.prompts.measure)
+    chosen: list[list[int]] = []
+
+    def noted(batch: Batch, *args: Any) -> Choice:
+        choice = choose_tokens(batch, *args)
+        chosen.append((choice.chosen + batch.plans[0].start).tolist())
+        return choice
+
+    monkeypatch.setattr(probed, "choose_tokens", noted)
+    full = lab.full(drawn)
+    arms = {0.0: arm("shift"), 0.15: arm("focus:recompute_ratio=0.15")}
+    rng = seeds.rng("tuning", "siblings", 0)
+    outcomes = lab.reuse(drawn, full, "siblings", list(arms.values()), rng)
+    mine = set(chosen[0])
+
+    decoder = Decoder.load(make_model("llama"), torch.bfloat16)
+    asked = in_full(decoder, lab.prompts, drawn)
+    scene = Scene(decoder, asked, SOURCES["siblings"](decoder, lab.prompts, drawn, tuple, rng))
+    assert asked.answer[0] == full.tokens[0]
+    same = set(scene.best(focus_scores(scene), len(mine)).tolist())
+    assert len(mine & same) > 0.95 * len(mine)
+    # Of how far they are off: bfloat16 rounds numbers of either in its own way.
+    close = 0.2 * outcomes["shift"].first_kl
+    for share, one in arms.items():
+        named = lead("carried=.25+.4+3/.4+.4+6" if share else "shift")
+        logits = named.lead(scene, round(share * scene.num_reused))
+        found = LabOutcome.of(asked.logits, asked.answer, logits)
+        assert found.first_kl == pytest.approx(outcomes[one.name].first_kl, abs=close)

@@ -15,6 +15,8 @@ KV = dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]
 """(layer, position) -> keys and values, each `[KV_HEADS, CHANNELS]`."""
 States = dict[int, np.ndarray]
 """Position -> what flows between the layers."""
+Carried = dict[int, tuple[int, tuple[float, float]]]
+NONE: Carried = {}
 
 
 def norm(x: np.ndarray) -> np.ndarray:
@@ -63,11 +65,24 @@ class TinyDecoder:
             found[head, seen] = softmax(keys @ query[head] * SCALE)
         return found
 
-    def run(self, layers: range, states: States, kv: KV) -> States:
-        """Layers on some tokens: all write their keys and values, and then each attends."""
+    def run(self, layers: range, states: States, kv: KV, carried: Carried = NONE) -> States:
+        """Layers on some tokens: all write their keys and values, and then each attends.
+
+        Args:
+            carried: by token, another and the shares of the changes of its key and value that it
+                takes part in, at each layer but the model's last.
+        """
         for layer in layers:
+            held = dict(kv)
             for position, state in states.items():
                 kv[layer, position] = self.key_and_value(layer, state)
+            for position, (other, shares) in carried.items() if layer < LAYERS - 1 else ():
+                new, old, mine = kv[layer, other], held[layer, other], held[layer, position]
+                key, value = (
+                    mine[part] + share * (new[part] - old[part])
+                    for part, share in enumerate(shares)
+                )
+                kv[layer, position] = key, value
             behind = {}
             for position, state in states.items():
                 attended = np.zeros((HEADS, CHANNELS))
@@ -126,8 +141,31 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
     chosen = [p for p in others[: recipe.top_k] if scores[p] >= least]
     active = sorted((always | set(chosen)) - suffix.keys())
     again = set(active) - (always - probes if isinstance(program, Probed) else set())
-    decoder.run(range(dense, LAYERS), {p: states[p] for p in sorted(again)}, kv)
+    carried = NONE
+    if isinstance(program, Probed) and program.carries:
+        carried = _carried(plan, set(others), again)
+    decoder.run(range(dense, LAYERS), {p: states[p] for p in sorted(again)}, kv, carried)
     return active, {at: held for at, held in kv.items() if at[1] not in suffix}
+
+
+def _carried(plan: ReusePlan, others: set[int], again: set[int]) -> Carried:
+    """Tokens that may be chosen, and are not: the nearest in front that is computed again, of those
+    that were read in the same sequence without a gap."""
+    found: Carried = {}
+    moved_by = {
+        first + i: first - position
+        for first, length, _, _, position in plan.pieces.rows()
+        for i in range(length)
+    }
+    for p in others - again:
+        for i in range(p - 1, plan.start - 1, -1):
+            if i not in others or moved_by.get(i) != moved_by.get(p):
+                break
+            if i in again:
+                of_key = 0.4 + 0.4 * math.exp((i - p) / 6)
+                found[p] = i, (of_key, 0.25 + 0.4 * math.exp((i - p) / 3))
+                break
+    return found
 
 
 def carry_out_in_stages(

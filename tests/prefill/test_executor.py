@@ -39,6 +39,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "deviation": {"program": Deviation(1), "top_k": 5},
     "sum": {"program": Probed(Gather.SUM), "top_k": 5},
     "late": {"program": Probed(Gather.SUM_AND_LAST, first_layer=2), "top_k": 5},
+    "carried": {
+        "program": Probed(Gather.SUM_AND_LAST, first_layer=2, carries=True),
+        "top_k": 5,
+    },
     "peak": PEAK,
     "stock": {"program": Stock()},
 }

@@ -21,6 +21,7 @@ from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.rows import EAGER
 
 CPU = torch.device("cpu")
+CARRIES = Probed(Gather.SUM_AND_LAST, first_layer=1, carries=True)
 RECIPES: dict[str, dict[str, Any]] = {
     "fixed": {},
     "fixed behind dense layers": {"program": Fixed(2)},
@@ -33,6 +34,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "summed over all layers": {"program": Probed(Gather.SUM), "top_k": 6},
     "summed over late layers": {
         "program": Probed(Gather.SUM_AND_LAST, first_layer=1),
+        "top_k": 6,
+    },
+    "changes carried to others": {
+        "program": CARRIES,
         "top_k": 6,
     },
     "the highest at any layer": {"program": Probed(Gather.MAX), "top_k": 12},
@@ -106,7 +111,8 @@ def check(world: World, name: str) -> None:
         assert found == expected[0]
         assert_holds(world, plan, expected[1])
         left, rest = world.kv(plan), set(range(plan.stop)) - set(found)
-        for layer, p in itertools.product(range(dense_layers_of(recipe), LAYERS), rest):
+        last = LAYERS - 1 if recipe.get("program", FIXED) == CARRIES else 0
+        for layer, p in itertools.product(range(max(last, dense_layers_of(recipe)), LAYERS), rest):
             assert (left[layer, p][0] == kv[layer, p][0]).all(), "reused as it was"
     others = np.setdiff1d(np.arange(100), np.concatenate([plan.block_ids for plan in plans]))
     for cache, saved in zip(world.caches, caches, strict=True):

@@ -120,7 +120,7 @@ class Known:
         yield len(tokens) * (last - first)
         return LayerState(torch.zeros(len(tokens), 4), None)
 
-    def all_layers(self, tokens, batch) -> Chunks[LayerState]:
+    def all_layers(self, tokens, batch, watching=None) -> Chunks[LayerState]:
         return (yield from self.run(0, LAYERS, tokens, None, batch))
 
     def note_finite(self, state: LayerState, tokens, batch) -> None:

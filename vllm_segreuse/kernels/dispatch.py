@@ -39,6 +39,7 @@ class Kernels:
             backend's own kernel are at least as fast as `sparse_attention`; None if they never are.
         encode: pages to scales and codes (`reference_codecs.encode`).
         decode: `align` from such pages.
+        carry: changes of recomputed tokens to those behind them.
     """
 
     align: Callable[..., None]
@@ -50,6 +51,7 @@ class Kernels:
     long_run: int | None = LONG_RUN
     encode: Callable[..., torch.Tensor] = reference_codecs.encode
     decode: Callable[..., None] = reference.align
+    carry: Callable[..., None] = reference.carry
 
 
 def choose(
@@ -77,7 +79,7 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
     name = f"C++ ({cpu.instruction_set()})"
     if layout.latent or not cpu.supports_attention(layout.keys, dtype, queries):
         found = _without_attention(cpu.align, cpu_store.store, name, _shape(layout, dtype, queries))
-        return replace(found, encode=cpu_store.encode, decode=cpu.align)
+        return replace(found, encode=cpu_store.encode, decode=cpu.align, carry=cpu.carry)
     return Kernels(
         cpu.align,
         cpu_store.store,
@@ -88,6 +90,7 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
         long_run=None,
         encode=cpu_store.encode,
         decode=cpu.align,
+        carry=cpu.carry,
     )
 
 

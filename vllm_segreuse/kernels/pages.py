@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +129,36 @@ class Moves:
 
     def __len__(self) -> int:
         return self.sources.numel()
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Tokens that take part in what has changed of others, in front of them.
+
+    All tensors on the pages' device, contiguous.
+
+    Attributes:
+        slots: of the tokens, int64 `[tokens]`; none twice.
+        rows: of the changes, int64 `[tokens]`; -1: the token takes part in none.
+        distances: from the changed token, int64 `[tokens]`.
+        shares: of the change of keys and of values, float32 `[parts, tokens]`.
+        cos, sin: of what a key turns by over a distance, float32 `[distances, pairs]`.
+    """
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    distances: torch.Tensor
+    shares: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.slots.numel()
+
+    @functools.cached_property
+    def by_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, transposed: `[pairs, distances]`."""
+        return self.cos.T.contiguous(), self.sin.T.contiguous()
 
 
 def indexable(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,14 @@ import torch
 
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.kernels.page_tokens import read_tokens, write_tokens
-from vllm_segreuse.kernels.pages import Moves, Part, Rotation, TiledStrides, indexable
+from vllm_segreuse.kernels.pages import (
+    Carried,
+    Moves,
+    Part,
+    Rotation,
+    TiledStrides,
+    indexable,
+)
 from vllm_segreuse.kernels.reference_codecs import decoded
 
 _SCORE_ELEMENTS = 1 << 24  # bound on one block of attention weights (64 MiB in float32)
@@ -66,6 +73,38 @@ def store(
     """
     for layer, cell in zip(pages, cells, strict=True):
         indexable(cell)[rows] = indexable(layer)[blocks]
+
+
+def carry(
+    pages: torch.Tensor,
+    parts: Sequence[Part],
+    changes: Sequence[torch.Tensor],
+    carried: Carried,
+) -> None:
+    """Add to tokens a share of what has changed of others; changes of keys turn on their way.
+
+    Computes in float32 and rounds once; fp8 saturates.
+
+    Args:
+        pages: flat pages `[num_blocks, page_elements]` of a layer, which are written.
+        parts: the keys and the values of a page.
+        changes: of each part, float32 `[rows, heads, channels]`, in units of what is stored.
+        carried: which tokens take part in which change.
+    """
+    takes_part = (carried.rows >= 0)[:, None, None]
+    rows = carried.rows.clamp_min(0)
+    for part, change, shares in zip(parts, changes, carried.shares, strict=True):
+        moved = change[rows]
+        if part.rotation is not None:
+            turns = carried.cos[carried.distances], carried.sin[carried.distances]
+            moved = rotate(moved, part.rotation, *turns)
+        held = read_tokens(pages, part.strides, carried.slots)
+        changed = held.float() + moved * shares[:, None, None]
+        if held.dtype.itemsize == 1:
+            largest = torch.finfo(held.dtype).max
+            changed = changed.clamp(-largest, largest)
+        kept = torch.where(takes_part, indexable(changed.to(held.dtype)), indexable(held))
+        write_tokens(pages, part.strides, carried.slots, kept.view(held.dtype))
 
 
 def rotate(

@@ -201,11 +201,14 @@ class Probed(Program):
         gather: how that attention becomes a score.
         first_layer: at layers before it the attention does not count.
         threshold: tokens with a lower score are not chosen; 0: as many as allowed.
+        carries: whether reused tokens that are not chosen take part in what recomputation changes
+            of those that are (`prefill/carried.py`).
     """
 
     gather: Gather
     threshold: float = 0.0
     first_layer: int = 0
+    carries: bool = False
     probes_suffix = True
     computes_before_choice = True
 

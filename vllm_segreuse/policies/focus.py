@@ -54,7 +54,7 @@ FEWEST = 32
 
 def recipe(situation: Situation) -> Recipe:
     """`prophet`'s recipe, with another score and budget."""
-    program = Probed(Gather.SUM_AND_LAST, first_layer=situation.num_layers // 2)
+    program = Probed(Gather.SUM_AND_LAST, first_layer=situation.num_layers // 2, carries=True)
     return by_the_question(situation, program, _budget(situation))
 
 

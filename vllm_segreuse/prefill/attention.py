@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -62,9 +62,29 @@ class ScatteredQueries:
         return ScatteredQueries(tables.view(-1, blocks), request, self.positions % chunk)
 
 
+class Watching(Protocol):
+    """Is told what reaches attention during a pass, layer by layer and chunk by chunk; also of a
+    compiled model, which calls no hooks."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers at which it computes scores."""
+
+    def of(self, layer: torch.nn.Module, query: torch.Tensor) -> AbstractContextManager[None]:
+        """Attention of a chunk at a layer.
+
+        Args:
+            layer: a vLLM `Attention` layer, which has written the chunk's keys and values, unless
+                it is a latent one.
+            query: of the chunk, as the layer is given them.
+        """
+
+    def take_work(self) -> int:
+        """Queries that were scored since the last call."""
+
+
 class Queries:
-    """Hands on queries that reach attention, layer by layer and chunk by chunk; also those of a
-    compiled model, which calls no hooks.
+    """Hands on queries that reach attention (`Watching`).
 
     Args:
         layers: vLLM `Attention` layers whose queries are wanted.
@@ -208,7 +228,7 @@ class PassAttention:
         tokens: TokenTable,
         block_tables: torch.Tensor,
         execution: Execution = EAGER,
-        queries: Queries | None = None,
+        watching: Watching | None = None,
     ) -> Iterator[None]:
         """Forward context in which the model's attention layers compute these tokens.
 
@@ -216,21 +236,21 @@ class PassAttention:
             tokens: the active tokens.
             block_tables: int32 `[requests, blocks]`.
             execution: how the model runs.
-            queries: hands on those that reach attention.
+            watching: is told what reaches attention.
         """
         if self._attends_in_rows(tokens):
             with (
-                _watched(self._by_kernel + self._in_rows, queries, len(tokens)),
+                _watched(self._by_kernel + self._in_rows, watching, len(tokens)),
                 self._rows.forward_context(tokens, block_tables, execution),
             ):
                 yield
             return
         attend: Callable[..., torch.Tensor] = self._attend
-        if queries is not None:
-            attend = _asking_with(queries, attend, len(tokens))
+        if watching is not None:
+            attend = _told(watching, attend, len(tokens))
         with (
             replaced_forward(self._by_kernel, attend),
-            _watched(self._in_rows, queries, len(tokens)),
+            _watched(self._in_rows, watching, len(tokens)),
             pass_context(
                 self._rows.vllm_config, self._metadata(tokens, block_tables), tokens, execution
             ),
@@ -297,25 +317,25 @@ class PassAttention:
 
 
 def _watched(
-    layers: list[torch.nn.Module], queries: Queries | None, count: int
+    layers: list[torch.nn.Module], watching: Watching | None, count: int
 ) -> AbstractContextManager[None]:
-    """Layers that attend in rows, and whose queries are handed on, if anybody wants them."""
-    if queries is None:
+    """Layers that attend in rows, and are watched, if anybody wants to."""
+    if watching is None:
         return nullcontext()
-    return replaced_forward(layers, _asking_with(queries, stock_forward, count))
+    return replaced_forward(layers, _told(watching, stock_forward, count))
 
 
-def _asking_with(
-    queries: Queries, attend: Callable[..., torch.Tensor], count: int
+def _told(
+    watching: Watching, attend: Callable[..., torch.Tensor], count: int
 ) -> Callable[..., torch.Tensor]:
-    """`attend`, behind which the queries of the pass's `count` tokens are handed on, without
+    """`attend`, of which somebody is told what it is given of the pass's `count` tokens, without
     padding."""
 
     @functools.wraps(attend)
-    def attend_and_ask(
+    def attend_and_tell(
         layer: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        with queries.of(layer, query[:count]):
+        with watching.of(layer, query[:count]):
             return attend(layer, query, *args, **kwargs)
 
-    return attend_and_ask
+    return attend_and_tell

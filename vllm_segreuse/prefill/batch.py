@@ -114,6 +114,16 @@ class Batch:
         return self._fates == Fate.CANDIDATE
 
     @property
+    def runs_of_candidates(self) -> np.ndarray:
+        """int64 `[tokens]`, on the host: the same number for tokens of one segment that may be
+        chosen and follow one another; -1 for all others."""
+        begins = (~self.may_be_chosen).astype(np.int64)
+        for plan, first in zip(self.plans, self.bounds[:-1], strict=True):
+            begins[first] = 1
+            begins[first + plan.pieces.segments(plan.start).first] = 1
+        return np.where(self.may_be_chosen, np.cumsum(begins), -1)
+
+    @property
     def everything(self) -> Index:
         """All tokens."""
         return Index.known(np.arange(len(self.tokens)), self._device)

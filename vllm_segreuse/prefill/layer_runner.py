@@ -20,7 +20,7 @@ from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.plan.programs import LAST_PROBES
-from vllm_segreuse.prefill.attention import PassAttention, Queries
+from vllm_segreuse.prefill.attention import PassAttention, Watching
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.graphs import CudaGraphs
@@ -67,6 +67,12 @@ def model_layers(kinds: list[AttentionKind]) -> ModelLayers:
     return ModelLayers(len(kinds), tuple(scored))
 
 
+def _turn_alike(one: LayerKv, other: LayerKv) -> bool:
+    if one.rope is None or other.rope is None:
+        return one.rope is other.rope
+    return one.rope.same_as(other.rope)
+
+
 class LayerRunner:
     """Runs ranges of the model's layers on tokens of a batch, chunk by chunk.
 
@@ -82,6 +88,8 @@ class LayerRunner:
 
     Attributes:
         stack, attention, settings, states: as given.
+        known: what is known of the attention of each layer.
+        turning_alike: of each layer, the first one whose keys turn as its own do.
         model: the layers, as programs see them.
         layouts: page layout of each layer.
         graphs: by which compiled passes run where one is large enough; set once they are proven.
@@ -103,7 +111,11 @@ class LayerRunner:
         self.states = states
         self.model = model_layers([layer.kind for layer in layers])
         self.layouts = [layer.layout for layer in layers]
-        self._layers = layers
+        self.known = layers
+        self.turning_alike = [
+            next(i for i, other in enumerate(layers) if _turn_alike(layer, other))
+            for layer in layers
+        ]
         self.attention = attention
         self.settings = settings
 
@@ -117,7 +129,7 @@ class LayerRunner:
         tokens: TokenTable,
         state: LayerState | None,
         batch: Batch,
-        queries: Queries | None = None,
+        watching: Watching | None = None,
     ) -> Chunks[LayerState]:
         """Run layers `[first, last)`, chunk by chunk in order of position. The given state is lost:
         what is returned takes its place.
@@ -130,10 +142,10 @@ class LayerRunner:
             return state
         whole = last if self._for_drafts.output else min(last, len(self.stack) - 1)
         outputs = Collected(len(tokens), state)
-        asked = 0 if queries is None else queries.num_layers
+        asked = 0 if watching is None else watching.num_layers
         most = batch.chunk_tokens(self.settings.max_chunk_tokens, last - first + asked)
         for part, chunk in self.attention.parts(tokens, most):
-            attending = self.attention.forward_context(chunk, batch.block_tables, queries=queries)
+            attending = self.attention.forward_context(chunk, batch.block_tables, watching=watching)
             with (
                 attending,
                 self.settings.fast_ops.preferred(),
@@ -150,7 +162,7 @@ class LayerRunner:
                     made = self.stack.output(chunk.token_ids, chunk.rotary_positions, output)
                     output = LayerState(made, None)
                 outputs.add(part, output)
-            scoring = 0 if queries is None else queries.take_work()
+            scoring = 0 if watching is None else watching.take_work()
             yield len(chunk) * (last - first) + scoring
         return outputs.state
 
@@ -213,15 +225,18 @@ class LayerRunner:
         state = state.followed_by(entered).take(upload(order, device))
         return Index.known(both[order], device), state
 
-    def all_layers(self, tokens: TokenTable, batch: Batch) -> Chunks[LayerState]:
+    def all_layers(
+        self, tokens: TokenTable, batch: Batch, watching: Watching | None = None
+    ) -> Chunks[LayerState]:
         """All layers on these tokens.
 
         As vLLM has compiled them where that may be: that computes the last layer's output, too, but
         starts a fraction of the kernels.
         """
         if not self.settings.compiled:
-            return (yield from self.run(0, len(self), tokens, None, batch))
-        return (yield from self._model(self.attention.forward_context, tokens, batch))
+            return (yield from self.run(0, len(self), tokens, None, batch, watching))
+        context = functools.partial(self.attention.forward_context, watching=watching)
+        return (yield from self._model(context, tokens, batch, watching))
 
     def stock_model(self, tokens: TokenTable, batch: Batch) -> Chunks[LayerState]:
         """The whole model on these tokens and the stock backend.
@@ -235,11 +250,11 @@ class LayerRunner:
         context: Callable[..., AbstractContextManager[None]],
         tokens: TokenTable,
         batch: Batch,
-        queries: Queries | None = None,
+        watching: Watching | None = None,
     ) -> Chunks[LayerState]:
         outputs = Collected(len(tokens))
         graphs = self.graphs if self.settings.compiled else None
-        asked = 0 if queries is None else queries.num_layers
+        asked = 0 if watching is None else watching.num_layers
         most = batch.chunk_tokens(self.settings.max_chunk_tokens, len(self) + asked)
         for part, chunk in self.attention.parts(tokens, most):
             size = 0 if graphs is None else graphs.size_for(chunk)
@@ -254,12 +269,12 @@ class LayerRunner:
             for layer, stream in zip(self._for_drafts.entering, entering, strict=True):
                 batch.keep_auxiliary(layer, chunk, stream)
             outputs.add(part, LayerState(hidden_states, None))
-            scoring = 0 if queries is None else queries.take_work()
+            scoring = 0 if watching is None else watching.take_work()
             yield len(chunk) * len(self) + scoring
         return outputs.state
 
     def up_to_choice(
-        self, wanted: Index, computed: Index, last: int, queries: Queries, batch: Batch
+        self, wanted: Index, computed: Index, last: int, queries: Watching, batch: Batch
     ) -> Chunks[tuple[Index, LayerState]]:
         """The layers that some tokens are asked at, and all layers on the others that are computed
         with them.
@@ -279,7 +294,7 @@ class LayerRunner:
         others = computed.without(wanted)
         rows = upload(others.within(computed), tokens.slots.device)
         if self.settings.compiled:
-            context = functools.partial(self.attention.forward_context, queries=queries)
+            context = functools.partial(self.attention.forward_context, watching=queries)
             state = yield from self._model(context, tokens, batch, queries)
             self.note_finite(state, tokens, batch)
             return others, self.keep(state, rows)
@@ -327,7 +342,7 @@ class LayerRunner:
         Returns:
             float32 `[tokens]`; `[2, tokens]` under `SUM_AND_LAST`: by all, and by the last.
         """
-        attention, known = self.stack.attention[layer], self._layers[layer]
+        attention, known = self.stack.attention[layer], self.known[layer]
         pages, keys = known.pages, known.layout.attended
         scale = attention.impl.scale * kv_scales(attention).key
         more = known.softmax()

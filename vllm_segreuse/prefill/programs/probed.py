@@ -12,6 +12,7 @@ import torch
 
 from vllm_segreuse.plan import Gather, Probed
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.carried import CarriedChanges, carries
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.drift import MovedValues
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -38,7 +39,10 @@ def run(program: Probed, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     if not len(again):  # no token's score was above the threshold
         return once.device, before
     before = before.summed().clone()  # without the room that the probes' states took
-    state = yield from layers.all_layers(batch.tokens.take(again), batch)
+    carried = None
+    if program.carries and carries(layers, batch):
+        carried = CarriedChanges(layers, batch, again)
+    state = yield from layers.all_layers(batch.tokens.take(again), batch, carried)
     if moved is not None:
         batch.drift = moved.drift()
     state = state.summed()
@@ -50,5 +54,5 @@ def proof_cases(num_layers: int) -> list[ProofCase]:
     return [
         ProofCase(Probed(Gather.SUM), top_k=9),
         ProofCase(Probed(Gather.MAX, threshold=0.01), top_k=9),
-        ProofCase(Probed(Gather.SUM_AND_LAST, first_layer=num_layers // 2), top_k=9),
+        ProofCase(Probed(Gather.SUM_AND_LAST, first_layer=num_layers // 2, carries=True), top_k=9),
     ]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a new context changes of a token's key and value it changes of its neighbours' in much the
+same way.
+
+So reused tokens that are not recomputed take part in the change of the nearest recomputed token in
+front of them, layer by layer, before anything attends to them: the tokens that are recomputed read
+neighbours that are nearer to what they would be, and so does the question. The share of the change
+fades with the distance, to a part that all tokens of a segment have in common
+(docs/decisions/0032-changes-are-carried.md). Only tokens behind take part: these are read by later
+tokens only, so chunks of a pass need nothing of later chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_segreuse.kernels.page_tokens import pick_tokens
+from vllm_segreuse.kernels.pages import Carried
+from vllm_segreuse.model import token_kv
+from vllm_segreuse.model.layer_kv import LayerKv
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.layer_runner import LayerRunner
+from vllm_segreuse.prefill.tokens import Index, upload
+
+
+class Share(NamedTuple):
+    """Of a token's change, what the tokens behind it in its segment take part in.
+
+    Attributes:
+        common: at any distance.
+        near: what is added right behind it, and fades.
+        reach: in how many tokens, to a third (1 / e).
+    """
+
+    common: float
+    near: float
+    reach: float
+
+    def at(self, distance: torch.Tensor) -> torch.Tensor:
+        """Of tokens so far behind, float32."""
+        return self.common + self.near * torch.exp(-distance / self.reach)
+
+
+KEYS, VALUES = Share(0.4, 0.4, 6.0), Share(0.25, 0.4, 3.0)
+"""Chosen on tuning seeds, near the covariance of such changes in Qwen2.5-Coder 0.5B."""
+
+
+def carries(layers: LayerRunner, batch: Batch) -> bool:
+    """Whether changes of these plans are carried. Latent vectors are keys and values at once; and
+    beside images, tokens turn by other numbers than their distance."""
+    latent = any(map(token_kv.is_latent, layers.stack.attention))
+    return not latent and batch.tokens.mrope_positions is None
+
+
+class CarriedChanges:
+    """Changes keys and values of reused tokens while others of their segments are recomputed.
+
+    Watches the attention of a pass (`Watching`): by the time a layer attends to a chunk, its keys
+    and values are written, and what stood there before was read while the layer before attended.
+    The last layer's output is nobody's input, so it is left.
+
+    Args:
+        layers: of the model.
+        batch: the plans; tokens that may be chosen, and are not computed, take part.
+        computed: what is about to be recomputed, ascending.
+    """
+
+    num_layers = 0
+    """Of those that are asked for scores: none."""
+
+    def __init__(self, layers: LayerRunner, batch: Batch, computed: Index) -> None:
+        self._layers = layers.known[:-1]
+        self._numbers = {id(layer.attention): i for i, layer in enumerate(self._layers)}
+        self._seen = [0] * len(self._layers)
+        device = computed.device.device
+        runs = batch.runs_of_candidates
+        where = upload(np.flatnonzero(runs >= 0), device)
+        before = (torch.searchsorted(computed.device, where, right=True) - 1).clamp_min(0)
+        distance = where - computed.device[before]
+        run = upload(runs, device)
+        takes_part = (run[where] == run[computed.device[before]]) & (distance > 0)
+        self._before = torch.where(takes_part, before, -1)
+        self._longest = int(np.bincount(runs[runs >= 0], minlength=1).max())
+        self._distances = distance.clamp(0, max(0, self._longest - 1))
+        self._shares = torch.stack([share.at(self._distances) for share in (KEYS, VALUES)])
+        self._slots = batch.tokens.slots[where]
+        self._computed = batch.tokens.slots[computed.device]
+        self._turning_alike = layers.turning_alike
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._moved = self._first = _read(self._layers[0], self._computed)
+
+    @contextmanager
+    def of(self, layer: torch.nn.Module, query: torch.Tensor) -> Iterator[None]:
+        """Attention of a chunk at a layer, whose changes are carried before."""
+        number = self._numbers.get(id(layer))
+        if number is None:
+            yield
+            return
+        first = self._seen[number]
+        self._seen[number] = last = first + len(query)
+        chunk, known = slice(first, last), self._layers[number]
+        slots = self._computed[chunk]
+        before = [part[chunk] for part in self._first] if number == 0 else self._moved
+        # Both as they are stored: what has not changed must not differ by its rounding.
+        changes = [
+            new.float() - old.float() for new, old in zip(_read(known, slots), before, strict=True)
+        ]
+        self._carry(number, chunk, changes)
+        if number + 1 < len(self._layers):
+            self._moved = _read(self._layers[number + 1], slots)
+        yield
+
+    def take_work(self) -> int:
+        """Nothing is scored."""
+        return 0
+
+    def _carry(self, number: int, chunk: slice, changes: Sequence[torch.Tensor]) -> None:
+        """Have the others take part in the changes of a chunk's tokens, at a layer."""
+        layer = self._layers[number]
+        mine = (self._before >= chunk.start) & (self._before < chunk.stop)
+        rows = torch.where(mine, self._before - chunk.start, -1)
+        carried = Carried(self._slots, rows, self._distances, self._shares, *self._turns(number))
+        layer.kernels.carry(layer.pages, layer.parts, changes, carried)
+
+    def _turns(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """By how much changes of a layer's keys turn on their way, cosine and sine
+        `[distances, pairs]`."""
+        number = self._turning_alike[number]
+        if number not in self._tables:
+            rope, device = self._layers[number].rope, self._slots.device
+            none = torch.zeros(self._longest, 0, device=device)
+            distances = torch.arange(self._longest, device=device)
+            self._tables[number] = (none, none) if rope is None else rope.tables(distances)
+        return self._tables[number]
+
+
+def _read(layer: LayerKv, slots: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values at these slots."""
+    return [pick_tokens(layer.pages, part.strides, slots) for part in layer.parts]
