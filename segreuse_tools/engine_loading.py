@@ -44,10 +44,20 @@ def load_code(architectures: Sequence[str]) -> None:
     all of vLLM anew, to keep CUDA out of a process that forks workers; commands start no workers.
 
     Raises:
-        ImportError: it needs a library that is not here.
+        ImportError: it needs a library that is not here. Names that library: transformers names
+            what it could not import itself instead.
     """
     from vllm import ModelRegistry
 
     for name in architectures:
         if name in ModelRegistry.models:
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+            try:
+                loaded = ModelRegistry.models[name].load_model_cls()
+            except ImportError as error:
+                raise _first_cause(error) from error
+            ModelRegistry.register_model(name, loaded)
+
+
+def _first_cause(error: ImportError) -> ImportError:
+    cause = error.__cause__ or error.__context__
+    return _first_cause(cause) if isinstance(cause, ImportError) else error

@@ -18,6 +18,14 @@ _COUNTS = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
 
+_BY_LAYER = (
+    *("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_layer_pattern"),
+    *("no_rope_layers", "moe_layer_freq"),
+)
+"""Keys whose value may be a list with an entry of each layer, or none."""
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+
 
 def find_model(model: str, revision: str | None = None) -> Path:
     """The folder with the model's `config.json`.
@@ -74,25 +82,44 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration says of the layers for text: a part of it, or all of it."""
+    parts = (config.get(key) for key in _TEXT_PARTS)
+    return next((it for it in parts if isinstance(it, dict)), config)
+
+
 def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     """What cannot be true of one (text, vision or audio) part of a configuration."""
     for name in _COUNTS:
         value = config.get(name)
+        if name == "head_dim" and value == 0 and config.get("kv_lora_rank"):
+            continue  # some classes write this of latent attention
         # Some families have a list: one value by layer.
         if not isinstance(value, list | None) and (type(value) is not int or value < 1):
             yield f"{name} is {value!r}, not a positive number"
             return
-    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    layers = config.get("num_hidden_layers")
     drafts = config.get("num_nextn_predict_layers") or 0
-    if isinstance(kinds, list) and layers and len(kinds) not in (layers, layers + drafts):
-        yield f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
+    for name in _BY_LAYER if isinstance(layers, int) else ():
+        each = config.get(name)
+        if isinstance(each, list) and each and len(each) not in (layers, layers + drafts):
+            yield f"{name} has {len(each)} entries, num_hidden_layers is {layers}"
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
     hidden, latent = config.get("hidden_size"), config.get("kv_lora_rank")
     sized = config.get("head_dim") or latent
-    if isinstance(hidden, int) and isinstance(heads, int) and not sized and hidden % heads:
+    divided = not isinstance(hidden, int) or not isinstance(heads, int) or not hidden % heads
+    if not (sized or divided or _has_own_head_dim(config.get("model_type"))):
         yield (
             f"hidden_size={hidden} is no multiple of num_attention_heads={heads}, and there is no "
             "head_dim"
         )
+
+
+def _has_own_head_dim(model_type: object) -> bool:
+    """Whether the size of a head has a default in this family, whatever `hidden_size` is."""
+    from transformers import CONFIG_MAPPING
+
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    return known and getattr(CONFIG_MAPPING[model_type], "head_dim", None) is not None

@@ -4,29 +4,21 @@
 from __future__ import annotations
 
 import os
-import textwrap
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from segreuse_extras.trained.refusals import POLICY as LINK
-from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
-from segreuse_tools.doctor.memory_use import Memory, memory_of
-from segreuse_tools.doctor.trained_documents import TrainedDocuments, documents_of
-from segreuse_tools.engine_loading import load_code
+from segreuse_tools.doctor.looking import look, look_at_rest
+from segreuse_tools.doctor.memory_use import Memory
+from segreuse_tools.doctor.trained_documents import TrainedDocuments
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from vllm_segreuse.config import SegReuseConfig
-from vllm_segreuse.config.launch import kv_transfer_config
-from vllm_segreuse.engine.supported import NO_KV, RefusedError
-from vllm_segreuse.engine.version import UnsupportedVersionError
-from vllm_segreuse.options.server import ConfigError
+from vllm_segreuse.engine.supported import NO_KV
 from vllm_segreuse.plugin import register
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-
-
-_LINE_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -76,44 +68,32 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         InputError: there is no such model, or its configuration makes no sense.
     """
     folder = find_model(args.model, args.revision)
-    architectures = tuple(read_config(folder)["architectures"])
+    config = read_config(folder)
+    architectures = tuple(config["architectures"])
     _check_known(architectures)
     register()  # start-up refuses through the patches, also where the plugin is not installed
-    machine, memory = _machine(), None
-    reasons: tuple[str, ...] = ()
+    machine = _machine()
+    found = look(args, folder, options)
     notes: tuple[str, ...] = ()
-    vllm_config: VllmConfig | None = None
-    examined: Examined | None = None
-    documents: TrainedDocuments | None = None
-    try:
-        _check_code(architectures)
-        args = _prepared(args, str(folder), options)
-        vllm_config = args.create_engine_config()
-        documents = documents_of(vllm_config.model_config, folder, options)
-        examined = examine(of_one_rank(args, vllm_config))
-        memory = memory_of(vllm_config, examined)
-        notes = _tight(memory.weight_bytes, machine, vllm_config) + _drafted(vllm_config)
-    except RefusedError as error:
-        reasons = error.reasons
-    except UnexaminedError as error:
-        notes = (f"the layers are checked at start-up only: {error}",)
-    except (UnsupportedVersionError, ConfigError) as error:
-        reasons = (str(error),)
-    except Exception as error:
-        reasons = (f"vLLM itself refuses: {one_line(error)}",)
+    if found.by_vllm and not found.reasons:
+        found = look_at_rest(found, args, config, options)
+    elif found.memory is not None and found.vllm_config is not None:
+        notes = _tight(found.memory.weight_bytes, machine, found.vllm_config)
+        notes += _drafted(found.vllm_config)
+    examined = found.examined
     return Diagnosis(
-        works=not reasons,
+        works=not (found.reasons or found.by_vllm),
         architectures=architectures,
-        reasons=reasons,
-        notes=notes,
+        reasons=(*found.reasons, *found.by_vllm),
+        notes=(*found.notes, *notes),
         versions=_versions(),
         machine=machine,
-        model=None if vllm_config is None else _model(vllm_config),
-        policy=_policy(options, documents),
+        model=None if found.vllm_config is None else _model(found.vllm_config),
+        policy=_policy(options, found.documents),
         backend=None if examined is None else examined.backend,
         kernels=None if examined is None else examined.kernels,
-        memory=memory,
-        documents=documents,
+        memory=found.memory,
+        documents=found.documents,
     )
 
 
@@ -129,43 +109,6 @@ def _check_known(architectures: tuple[str, ...]) -> None:
             f"vLLM {vllm.__version__} has no architecture {', '.join(architectures)}: serve one of "
             "its models, or register yours with a plugin"
         )
-
-
-def _check_code(architectures: tuple[str, ...]) -> None:
-    """vLLM itself would not say what a model's code lacks."""
-    try:
-        load_code(architectures)
-    except ImportError as error:
-        named = ", ".join(architectures)
-        raise RefusedError(f"vLLM cannot load {named} here: {error}; install it") from error
-
-
-def _prepared(args: EngineArgs, folder: str, options: SegReuseConfig) -> EngineArgs:
-    return replace(
-        args,
-        model=folder,
-        tokenizer=None,
-        skip_tokenizer_init=True,
-        kv_transfer_config=kv_transfer_config(options.model_dump(exclude_unset=True)),
-    )
-
-
-def of_one_rank(args: EngineArgs, vllm_config: VllmConfig) -> VllmConfig:
-    """The same engine on one device: what layers are like does not depend on the others."""
-    if vllm_config.parallel_config.world_size_across_dp == 1:
-        return vllm_config
-    alone = replace(
-        args, tensor_parallel_size=1, data_parallel_size=1, enable_expert_parallel=False
-    )
-    return alone.create_engine_config()
-
-
-def one_line(error: Exception) -> str:
-    """vLLM's error in one line: pydantic puts lines around it, vLLM long lists behind it."""
-    errors: Any = getattr(error, "errors", None)
-    text = errors()[0]["msg"] if callable(errors) else str(error) or type(error).__name__
-    text = text.removeprefix("Value error, ").partition(" Supported architectures:")[0]
-    return textwrap.shorten(text.rstrip(".: \n"), _LINE_CHARACTERS, placeholder=" ...")
 
 
 def _versions() -> dict[str, str]:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.engine.kv_group import segment_group
+from vllm_segreuse.engine.supported import WITHOUT, RefusedError
 from vllm_segreuse.plan import ModelLayers
 
 if TYPE_CHECKING:
@@ -30,14 +31,14 @@ class Examined:
     """What the layers are like on this machine.
 
     Attributes:
-        kv_bytes: of one token's KV at all layers, all ranks together.
+        kv: KV heads of each layer, and bytes of one token's KV there, all ranks together.
         weight_bytes: of all parameters, all ranks together.
         backend: vLLM's name of the first layer's attention backend.
         kernels: which kernels a pass will run, as start-up logs it.
         layers: as programs see them.
     """
 
-    kv_bytes: int
+    kv: tuple[tuple[int, int], ...]
     weight_bytes: int
     backend: str
     kernels: str
@@ -52,7 +53,8 @@ def examine(vllm_config: VllmConfig) -> Examined:
 
     Raises:
         RefusedError: as start-up does.
-        ValueError: as vLLM does, for quantisation or block sizes that it has no kernels for.
+        ValueError: vLLM cannot build the model here, as for quantisation or block sizes that it has
+            no kernels for, or a configuration without something that it reads.
         UnexaminedError: the model cannot be built without weights.
     """
     from vllm.config import set_current_vllm_config
@@ -73,14 +75,16 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
 
     specs = _specs(vllm_config)
     kv_cache_config = _kv_cache_config(vllm_config, specs)
-    if len(kv_cache_config.kv_cache_groups) == 1:  # else start-up refuses, and so does what follows
-        _bind(kv_cache_config, specs, vllm_config)
+    _check_bindable(specs, kv_cache_config, vllm_config)
+    _bind(kv_cache_config, specs, vllm_config)
     structure = read_structure(model, vllm_config, kv_cache_config)
     first: Any = structure.stack.attention[0]
     max_model_len = vllm_config.model_config.max_model_len
     kinds = [kind_of(layer, max_model_len) for layer in structure.stack.attention]
     return Examined(
-        kv_bytes=sum(spec.page_size_bytes // spec.block_size for spec in specs.values()),
+        kv=tuple(
+            (spec.num_kv_heads, spec.page_size_bytes // spec.block_size) for spec in specs.values()
+        ),
         weight_bytes=sum(it.numel() * it.element_size() for it in model.parameters()),
         backend=first.get_attn_backend().get_name(),
         kernels=structure.description,
@@ -118,6 +122,10 @@ def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
     try:
         with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
             return initialize_model(vllm_config=vllm_config)
+    except Exception as error:
+        if isinstance(error, ValueError) or "meta" in str(error).lower():
+            raise
+        raise ValueError(f"{type(error).__name__}: {error}") from error  # start-up meets it, too
     finally:  # vLLM gives equal rotary modules to later models, too
         _ROPE_DICT.clear()
         _ROPE_DICT.update(shared)
@@ -162,6 +170,21 @@ def _resolve_layout(vllm_config: VllmConfig) -> None:
     backends = get_current_attn_backends(vllm_config)
     names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
     resolve_kv_cache_layout(vllm_config, [names])
+
+
+def _check_bindable(
+    specs: dict[str, Any], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig
+) -> None:
+    """Start-up, too, refuses groups and layers of other kinds than those that are bound here."""
+    from vllm_segreuse.model.layers import UnsupportedModelError
+    from vllm_segreuse.prefill.proofs.causal import check_classes
+
+    by_name = vllm_config.compilation_config.static_forward_context
+    segment_group(kv_cache_config)
+    try:
+        check_classes({name: by_name[name] for name in specs})
+    except UnsupportedModelError as error:
+        raise RefusedError(f"{error}{WITHOUT}") from error
 
 
 def _bind(config: KVCacheConfig, specs: dict[str, Any], vllm_config: VllmConfig) -> None:

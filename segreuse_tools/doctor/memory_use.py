@@ -53,16 +53,15 @@ def memory_of(vllm_config: VllmConfig, examined: Examined) -> Memory:
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     block_size = vllm_config.cache_config.block_size
-    # Ranks beyond the number of KV heads hold copies. So do all ranks, of latent vectors.
-    total = 1 if model.use_mla else model.get_total_num_kv_heads()
-    held = model.get_num_kv_heads(parallel) / total
-    per_token = int(examined.kv_bytes * held)
+    ranks = parallel.tensor_parallel_size
+    # Ranks beyond the number of a layer's KV heads hold copies: all ranks, of latent vectors.
+    per_token = sum(size // heads * max(1, heads // ranks) for heads, size in examined.kv)
     block_bytes = per_token * block_size
     document_blocks = -(-DOCUMENT_TOKENS // block_size)
     longest_blocks = -(-model.max_model_len // block_size)
     blocks = _GIB // block_bytes
     return Memory(
-        weight_bytes=examined.weight_bytes // parallel.tensor_parallel_size,
+        weight_bytes=examined.weight_bytes // ranks,
         kv_bytes_per_token=per_token,
         kv_bytes_per_document=document_blocks * block_bytes,
         kv_bytes_per_longest_prompt=longest_blocks * block_bytes,

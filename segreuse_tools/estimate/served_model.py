@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from segreuse_tools.doctor.diagnosis import of_one_rank, one_line
 from segreuse_tools.doctor.examination import UnexaminedError, examine
+from segreuse_tools.doctor.looking import of_one_rank, one_line
 from segreuse_tools.doctor.memory_use import memory_of
 from segreuse_tools.engine_loading import load_code
 from segreuse_tools.model_folder import InputError, find_model, read_config

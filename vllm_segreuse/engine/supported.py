@@ -8,11 +8,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 WITHOUT = "; serve this model without --segreuse"
 
 """Ends a refusal that only another model, or another configuration of it, gets around."""
+
+_STATES_IN_PLACE_OF_KV = (
+    "has layers that hand on a state in place of keys and values (linear attention, state space "
+    "or convolution), and vLLM keeps nothing of a segment by which that state could be composed, "
+    "so that these layers would compute every token all the same"
+)
+# What could be kept: with the gated delta rule (arXiv 2412.06464) a segment is an affine map of the
+# state, S_out = A S_in + B, which does not depend on the segment's position.
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """What `--kv-cache-dtype` may be."""
@@ -22,6 +30,21 @@ DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
 
 NO_KV = ("ngram", "suffix")
 """Methods that need none."""
+
+_STATES = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding")
+"""Kinds of layers that hand a state on, with attention beside it or without."""
+
+_INDEXED = (
+    *("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"),
+    *("compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"),
+)
+"""Kinds of layers that attend to what an indexer chooses."""
+
+_INDEXERS = ("index_topk", "sparse_attention_config")
+"""Keys of `config.json` that such models have."""
+
+_LAYER_KINDS = ("layer_types", "layers_block_type")
+"""Keys of `config.json` that name the kind of each layer."""
 
 
 class RefusedError(RuntimeError):
@@ -47,8 +70,7 @@ def check_config(vllm_config: VllmConfig, cuts: Sequence[int] = ()) -> None:
         RefusedError: naming the first of them and the way out.
     """
     checked = (
-        _layer_faults,
-        _model_faults,
+        _of_model,
         _latent_faults,
         _engine_faults,
         partial(_draft_faults, cuts),
@@ -58,46 +80,79 @@ def check_config(vllm_config: VllmConfig, cuts: Sequence[int] = ()) -> None:
         raise RefusedError(*reasons)
 
 
-def _name(vllm_config: VllmConfig) -> str:
-    model = vllm_config.model_config
+def _name(model: ModelConfig) -> str:
     return ", ".join(model.hf_config.architectures or [model.model])
 
 
-def _layer_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+def _of_model(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    return _model_faults(vllm_config.model_config)
+
+
+def model_reasons(model_config: ModelConfig) -> tuple[str, ...]:
+    """Why a model is refused, by its own configuration alone; nothing if it is not known to be.
+
+    Args:
+        model_config: of an engine whose whole configuration vLLM may refuse to make.
+    """
+    faults = _model_faults(model_config)
+    return tuple(why for wrong, why in faults if wrong)
+
+
+def text_reasons(name: str, text: object) -> tuple[str, ...]:
+    """The same by what `config.json` says of the layers for text.
+
+    Args:
+        name: of the architecture.
+        text: has the configuration's keys as attributes.
+    """
+    states = _has_layers(text, _STATES), f"{name} {_STATES_IN_PLACE_OF_KV}{WITHOUT}"
+    return tuple(why for wrong, why in (*_layer_faults(name, text), states) if wrong)
+
+
+def _layer_faults(name: str, text: object) -> list[tuple[bool, str]]:
     """Kinds of layers that `config.json` tells of; the more special reasons come first."""
-    model, name = vllm_config.model_config, _name(vllm_config)
-    text = model.hf_text_config
     shared = getattr(text, "num_kv_shared_layers", 0)
-    indexed = getattr(text, "index_topk", 0)
     return [
         (bool(shared), f"{shared} layers of {name} share the KV of other layers{WITHOUT}"),
         (
-            bool(indexed),
-            f"{name} attends to the {indexed} tokens that an indexer of its own chooses, whose "
-            f"keys are not reused{WITHOUT}",
+            bool(getattr(text, "hidden_size_per_layer_input", 0)),
+            f"{name} gives each layer an input of its own for each token, which a pass does "
+            f"not{WITHOUT}",
         ),
+        (
+            any(getattr(text, key, None) for key in _INDEXERS) or _has_layers(text, _INDEXED),
+            f"{name} attends to tokens that an indexer of its own chooses, whose keys are not "
+            f"reused{WITHOUT}",
+        ),
+        (
+            bool(getattr(text, "dual_chunk_attention_config", None)),
+            f"{name} uses dual chunk attention, whose keys depend on the chunk{WITHOUT}",
+        ),
+    ]
+
+
+def _has_layers(text: object, kinds: Sequence[str]) -> bool:
+    """Whether `config.json` names layers of these kinds."""
+    named = {kind for key in _LAYER_KINDS for kind in getattr(text, key, None) or ()}
+    return not named.isdisjoint(kinds)
+
+
+def _model_faults(model: ModelConfig) -> list[tuple[bool, str]]:
+    """Kinds of layers and of models; the more special reasons come first."""
+    name, text = _name(model), model.hf_text_config
+    return [
+        *_layer_faults(name, text),
         (
             # Mistral's own attention computes these scales itself.
             model.use_mla and bool(getattr(text, "llama_4_scaling", None)),
             f"{name} hands scales of the queries to each layer beside the hidden states "
             f"(llama_4_scaling), and a pass does not{WITHOUT}",
         ),
-        (
-            bool(getattr(text, "dual_chunk_attention_config", None)),
-            f"{name} uses dual chunk attention, whose keys depend on the chunk{WITHOUT}",
-        ),
         (model.uses_alibi, f"{name} has ALiBi positions{WITHOUT}"),
-    ]
-
-
-def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    model, name = vllm_config.model_config, _name(vllm_config)
-    return [
         (model.runner_type != "generate", f"{name} is a {model.runner_type} model{WITHOUT}"),
         (
-            model.is_hybrid or model.is_attention_free,
-            f"{name} has layers without attention (linear attention, state space or convolution): "
-            f"they need every token before, so that reused KV would save next to nothing{WITHOUT}",
+            model.is_hybrid or model.is_attention_free or _has_layers(text, _STATES),
+            f"{name} {_STATES_IN_PLACE_OF_KV}{WITHOUT}",
         ),
         (
             model.using_transformers_backend(),
@@ -105,7 +160,6 @@ def _model_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             + ("; remove --model-impl" if model.model_impl == "transformers" else WITHOUT),
         ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
-        (model.enable_prompt_embeds, "prompt embeddings are on; remove --enable-prompt-embeds"),
     ]
 
 
@@ -114,7 +168,7 @@ def _latent_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if not model.use_mla:
         return []
-    by = f"{_name(vllm_config)} uses multi-head latent attention (MLA)"
+    by = f"{_name(model)} uses multi-head latent attention (MLA)"
     return [
         (
             cache.cache_dtype.startswith("fp8"),
@@ -132,6 +186,13 @@ def _latent_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     ]
 
 
+def _without_cache_by_vllm(vllm_config: VllmConfig) -> bool:
+    """Whether it is vLLM, and not the user, that has turned the prefix cache off."""
+    model = vllm_config.model_config
+    other = model.is_hybrid or model.is_attention_free or model.runner_type != "generate"
+    return other or model.is_encoder_decoder or _no_cache_of_latents(vllm_config)
+
+
 def _no_cache_of_latents(vllm_config: VllmConfig) -> bool:
     """Whether vLLM itself has turned its prefix cache off, as for its CPU_MLA backend."""
     from vllm.platforms import current_platform
@@ -141,7 +202,7 @@ def _no_cache_of_latents(vllm_config: VllmConfig) -> bool:
 
 
 def _cut_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    model, name = vllm_config.model_config, _name(vllm_config)
+    model, name = vllm_config.model_config, _name(vllm_config.model_config)
     if not cuts:
         return []
     layers = model.get_num_layers(vllm_config.parallel_config)
@@ -165,7 +226,11 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     experts = vllm_config.model_config.is_moe
     return [
         (
-            not cache.enable_prefix_caching and not _no_cache_of_latents(vllm_config),
+            vllm_config.model_config.enable_prompt_embeds,
+            "prompt embeddings are on; remove --enable-prompt-embeds",
+        ),
+        (
+            not cache.enable_prefix_caching and not _without_cache_by_vllm(vllm_config),
             "prefix caching is off; remove --no-enable-prefix-caching",
         ),
         (

@@ -154,6 +154,11 @@ class DecoderStack:
         self.position_rows = position_rows
         self.layers, self.attention = _find_layers(model, attention_by_name)
         parameters = inspect.signature(self.layers[0].forward).parameters
+        if not any("position" in name for name in parameters):
+            raise UnsupportedModelError(
+                f"{type(self.layers[0]).__name__}.forward takes ({', '.join(parameters)}) and no "
+                "positions: its keys are not rotated by theirs, and cannot be moved"
+            )
         if "positions" not in parameters or "hidden_states" not in parameters:
             raise UnsupportedModelError(
                 f"{type(self.layers[0]).__name__}.forward takes ({', '.join(parameters)}), "

@@ -54,7 +54,7 @@ from vllm_segreuse.prefill.proofs.images import prove_images
 from vllm_segreuse.prefill.proofs.long_contexts import prove_long_contexts
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import prove_compiled, prove_passes, warm_up
-from vllm_segreuse.prefill.proofs.rotations import prove_rotations
+from vllm_segreuse.prefill.proofs.rotations import check_rotated_channels, prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch, count_and_distance
 from vllm_segreuse.prefill.rows import MOST_DECODES, RowBuilder
@@ -138,6 +138,7 @@ def read_structure(
         check_split_keys(attention)
         check_format(attention.values())
         stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
+        check_rotated_channels(stack)
         max_model_len = vllm_config.model_config.max_model_len
         check_scored(model_layers([kind_of(layer, max_model_len) for layer in stack.attention]))
         count_and_distance(stack.attention, group.block_size, vllm_config)

@@ -32,10 +32,8 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
     Raises:
         UnsupportedModelError: naming the layer and what it does.
     """
+    check_classes(attention)
     for name, layer in attention.items():
-        # Its other subclasses attend to another sequence, or in both directions.
-        if type(layer) not in (Attention, ChunkedLocalAttention, MLAAttention):
-            raise UnsupportedModelError(f"{name} is {type(layer).__name__}, not plain attention")
         halves = 1 if is_latent(layer) else 2
         kernel_tokens = layer.kv_cache.numel() // (
             layer.kv_cache.shape[0] * layer.num_kv_heads * halves * layer.head_size
@@ -61,6 +59,18 @@ def check_attention(attention: dict[str, nn.Module], block_size: int) -> None:
         ):
             if wrong:
                 raise UnsupportedModelError(f"{name} {why}")
+
+
+def check_classes(layers: Mapping[str, nn.Module]) -> None:
+    """Layers with a KV cache must be plain attention.
+
+    Raises:
+        UnsupportedModelError: naming the first that is not.
+    """
+    for name, layer in layers.items():
+        # Its other subclasses attend to another sequence, or in both directions.
+        if type(layer) not in (Attention, ChunkedLocalAttention, MLAAttention):
+            raise UnsupportedModelError(f"{name} is {type(layer).__name__}, not plain attention")
 
 
 def _plain_faults(layer: nn.Module) -> list[tuple[bool, str]]:

@@ -9,12 +9,30 @@ import torch
 from torch import nn
 
 from vllm_segreuse.model import rope, token_kv
+from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope, RopeError
 from vllm_segreuse.model.rotary import MODULES
 from vllm_segreuse.prefill.proofs.scratch import Scratch, changed_outputs
 
 _SAME_DIRECTION = 0.999
 """Cosine of two heads of which one is the other, scaled and rounded."""
+
+
+def check_rotated_channels(stack: DecoderStack) -> None:
+    """Rotary modules must be given whole heads: `DeltaRope` turns the first channels of a key.
+
+    Raises:
+        UnsupportedModelError: naming the first layer that rotates a part of its keys by itself.
+    """
+    for layer, attention in zip(stack.layers, stack.attention, strict=True):
+        if token_kv.is_latent(attention):
+            continue
+        for module in layer.modules():
+            if isinstance(module, MODULES) and module.head_size != attention.head_size:
+                raise UnsupportedModelError(
+                    f"{attention.layer_name} rotates {module.head_size} of a key's "
+                    f"{attention.head_size} channels apart from the others"
+                )
 
 
 @torch.inference_mode()

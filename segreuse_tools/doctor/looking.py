@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look at a model: what segment reuse says of it, and what vLLM says."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import textwrap
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
+from segreuse_tools.doctor.memory_use import Memory, memory_of
+from segreuse_tools.doctor.rest import rest_of
+from segreuse_tools.doctor.trained_documents import TrainedDocuments, documents_of
+from segreuse_tools.engine_loading import load_code
+from segreuse_tools.model_folder import read_config, text_part
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config.launch import kv_transfer_config
+from vllm_segreuse.engine.supported import RefusedError, model_reasons, text_reasons
+from vllm_segreuse.engine.version import UnsupportedVersionError
+from vllm_segreuse.options.server import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_LINE_CHARACTERS = 400
+
+
+@dataclass
+class Look:
+    """What has been found out.
+
+    Attributes:
+        reasons: why segment reuse refuses the model.
+        by_vllm: why vLLM itself does.
+        notes: what could not be checked.
+        vllm_config, documents, examined, memory: None: vLLM did not get as far.
+    """
+
+    reasons: tuple[str, ...] = ()
+    by_vllm: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    vllm_config: VllmConfig | None = None
+    documents: TrainedDocuments | None = None
+    examined: Examined | None = None
+    memory: Memory | None = None
+
+
+def look(args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
+    """Examine a model as far as vLLM gets here.
+
+    Args:
+        args: of the engine.
+        folder: of the model.
+        options: of segment reuse.
+    """
+    found = Look()
+    config = read_config(folder)
+    args = _prepared(args, str(folder), options)
+    try:
+        _check_code(config)
+        found.vllm_config = args.create_engine_config()
+        found.documents = documents_of(found.vllm_config.model_config, folder, options)
+        found.examined = examine(of_one_rank(args, found.vllm_config))
+        found.memory = memory_of(found.vllm_config, found.examined)
+    except RefusedError as error:
+        found.reasons = error.reasons
+    except UnexaminedError as error:
+        found.notes = (f"the layers are checked at start-up only: {error}",)
+    except (UnsupportedVersionError, ConfigError) as error:
+        found.reasons = (str(error),)
+    except Exception as error:
+        found.by_vllm = (_of_vllm(error, config),)
+        if found.vllm_config is None:  # else segment reuse has seen it, and has not refused it
+            has_code = not isinstance(error, ImportError)
+            found.reasons = _known_reasons(args if has_code else None, config)
+    return found
+
+
+def look_at_rest(
+    found: Look, args: EngineArgs, config: dict[str, Any], options: SegReuseConfig
+) -> Look:
+    """What segment reuse says of the layers for text of a model that vLLM cannot serve here.
+
+    Args:
+        found: without reasons of ours.
+        args: of the engine.
+        config: of the model.
+        options: of segment reuse.
+    """
+    rest = rest_of(config)
+    if rest is None:
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(rest.config))
+        of_rest = look(replace(args, revision=None), Path(folder), options)
+    if of_rest.by_vllm:
+        return found
+    if of_rest.memory is not None:
+        of_rest.notes = (f"the layers work with segment reuse: they were examined {rest.without}",)
+    of_rest.by_vllm = found.by_vllm
+    return of_rest
+
+
+def _check_code(config: dict[str, Any]) -> None:
+    """vLLM itself would not say what a model's code lacks."""
+    load_code(config["architectures"])
+
+
+def _known_reasons(args: EngineArgs | None, config: dict[str, Any]) -> tuple[str, ...]:
+    """Why segment reuse refuses a model of which vLLM makes no engine's configuration here.
+
+    Args:
+        args: of the engine; None: vLLM cannot load the model's code either.
+        config: what is left then.
+    """
+    if args is not None:
+        with suppress(Exception):  # of vLLM, whose refusal is known
+            return model_reasons(args.create_model_config())
+    text = SimpleNamespace(**text_part(config))
+    return text_reasons(", ".join(config["architectures"]), text)
+
+
+def _prepared(args: EngineArgs, folder: str, options: SegReuseConfig) -> EngineArgs:
+    return replace(
+        args,
+        model=folder,
+        tokenizer=None,
+        skip_tokenizer_init=True,
+        kv_transfer_config=kv_transfer_config(options.model_dump(exclude_unset=True)),
+    )
+
+
+def of_one_rank(args: EngineArgs, vllm_config: VllmConfig) -> VllmConfig:
+    """The same engine on one device: what layers are like does not depend on the others."""
+    if vllm_config.parallel_config.world_size_across_dp == 1:
+        return vllm_config
+    alone = replace(
+        args, tensor_parallel_size=1, data_parallel_size=1, enable_expert_parallel=False
+    )
+    return alone.create_engine_config()
+
+
+def _of_vllm(error: Exception, config: dict[str, Any]) -> str:
+    """What vLLM lacks or refuses, as a reason."""
+    named = ", ".join(config["architectures"])
+    if isinstance(error, ImportError):
+        return f"vLLM cannot load {named} here: {one_line(error)}; install it"
+    if "auto_map" in config and "trust_remote_code" in str(error):
+        return (
+            f"{named} comes with code of its own (auto_map), which vLLM does not run unasked; read "
+            "that code, and add --trust-remote-code"
+        )
+    return f"vLLM itself refuses: {one_line(error)}"
+
+
+def one_line(error: Exception) -> str:
+    """vLLM's error in one line: pydantic puts lines around it, vLLM long lists behind it."""
+    errors: Any = getattr(error, "errors", None)
+    text = errors()[0]["msg"] if callable(errors) else str(error) or type(error).__name__
+    text = text.removeprefix("Value error, ").partition(" Supported architectures:")[0]
+    return textwrap.shorten(text.rstrip(".: \n"), _LINE_CHARACTERS, placeholder=" ...")
