@@ -168,6 +168,51 @@ SUPPORTED: dict[str, Shape] = {
         norm_topk_prob=True,
         mlp_only_layers=[],
     ),
+    "minimax_m2": _tiny(
+        "minimax_m2",
+        # By sigmoid, as MiniMax has it, vLLM's CPU build chooses no experts.
+        "norms on q and k of all heads together, rotates half of each head, experts",
+        rotary_dim=16,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        use_qk_norm=True,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        scoring_func="softmax",
+        use_routing_bias=True,
+    ),
+    "hy_v3": _tiny(
+        "hy_v3",
+        "norms on q and k, experts by sigmoid beside a shared one",
+        qk_norm=True,
+        num_experts=4,
+        num_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        expert_hidden_dim=128,
+        first_k_dense_replace=1,
+        route_norm=True,
+        moe_router_use_sigmoid=True,
+        moe_router_enable_expert_bias=True,
+    ),
+    "ministral3": _tiny(
+        "ministral3",
+        "YaRN, and queries that grow with the position",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 256,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
     "phi3_partial": _tiny(
         "phi3", "rotates half of each head", hidden_size=256, head_dim=64, partial_rotary_factor=0.5
     ),
@@ -208,6 +253,26 @@ SUPPORTED: dict[str, Shape] = {
     ),
     "cohere2": _windowed(
         "cohere2", "windows on some layers, no RoPE on the others", "ssfs", logit_scale=1.0
+    ),
+    "exaone4": _windowed(
+        "exaone4",
+        "windows on some layers, no RoPE on the others, norms behind attention and MLP",
+        "sfsf",
+        sliding_window_pattern="LG",
+    ),
+    "gemma4_moe": _windowed(
+        "gemma4_text",
+        "windows on some layers; on the others one wider KV head, of which the key is the value; "
+        "experts",
+        "sfsf",
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=128,
     ),
     "llama4": _tiny(
         "llama4_text",
@@ -305,6 +370,24 @@ REFUSED: dict[str, Shape] = {
         global_head_dim=32,
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=2,
+    ),
+    "gemma4_inputs": _windowed(
+        "gemma4_text",
+        "an input of its own for each token at each layer",
+        "sfsf",
+        global_head_dim=64,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
+    "minicpm3": _tiny(
+        "minicpm3",
+        "keys of which a part is rotated by itself",
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
     ),
     "lfm2": _tiny(
         "lfm2",

@@ -10,7 +10,13 @@ from vllm.config import CacheConfig, LoRAConfig, ParallelConfig, SpeculativeConf
 from vllm.config.cache import CacheDType
 
 from tests.prefill.loaded import model_config, refused
-from vllm_segreuse.engine.supported import KV_CACHE_DTYPES, RefusedError, check_config
+from vllm_segreuse.engine.supported import (
+    KV_CACHE_DTYPES,
+    RefusedError,
+    check_config,
+    model_reasons,
+    text_reasons,
+)
 
 WITHOUT = "serve this model without --segreuse"
 
@@ -75,14 +81,16 @@ def refusal(vllm_config: Any) -> str:
     return refused(lambda: check_config(vllm_config))
 
 
-NO_ATTENTION = (
-    "has layers without attention (linear attention, state space or convolution): they need every "
-    "token before, so that reused KV would save next to nothing"
+STATES = (
+    "has layers that hand on a state in place of keys and values (linear attention, state space or "
+    "convolution), and vLLM keeps nothing of a segment by which that state could be composed, so "
+    "that these layers would compute every token all the same"
 )
+INDEXER = "attends to tokens that an indexer of its own chooses, whose keys are not reused"
 MODELS: list[tuple[dict[str, Any], str]] = [
     ({"runner_type": "pooling"}, "is a pooling model"),
-    ({"is_hybrid": True}, NO_ATTENTION),
-    ({"is_attention_free": True}, NO_ATTENTION),
+    ({"is_hybrid": True}, STATES),
+    ({"is_attention_free": True}, STATES),
     ({"is_encoder_decoder": True}, "is an encoder-decoder model"),
 ]
 
@@ -112,10 +120,23 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
         {"num_kv_shared_layers": 15},
         "15 layers of LlamaForCausalLM share the KV of other layers",
     ),
+    *(
+        (text, f"LlamaForCausalLM {INDEXER}")
+        for text in (
+            {"index_topk": 2048},
+            {"sparse_attention_config": {"sparse_topk_blocks": 16}},
+            {"layer_types": ["full_attention", "indexed_attention"]},
+        )
+    ),
+    *(
+        ({key: ["full_attention", kind]}, f"LlamaForCausalLM {STATES}")
+        for key in ("layer_types", "layers_block_type")
+        for kind in ("linear_attention", "mamba", "conv", "hybrid")
+    ),
     (
-        {"index_topk": 2048},
-        "LlamaForCausalLM attends to the 2048 tokens that an indexer of its own chooses, whose "
-        "keys are not reused",
+        {"hidden_size_per_layer_input": 256},
+        "LlamaForCausalLM gives each layer an input of its own for each token, which a pass does "
+        "not",
     ),
     (
         {"dual_chunk_attention_config": {"chunk_size": 262144}},
@@ -145,11 +166,44 @@ def test_layers_that_config_json_tells_of_are_refused(
         {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
         {"rope_parameters": None, "dual_chunk_attention_config": None},
         {"llama_4_scaling": {"beta": 0.1}},
+        {"layer_types": ["full_attention", "sliding_attention", "chunked_attention"]},
+        {"layer_types": None, "sparse_attention_config": {}, "hidden_size_per_layer_input": 0},
     ],
     ids=str,
 )
 def test_layers_that_are_like_others_are_not_refused(text: dict[str, Any], llama: Any) -> None:
     check_config(config(llama, text=text))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"is_hybrid": True},
+        {"is_attention_free": True},
+        {"runner_type": "pooling"},
+        {"is_encoder_decoder": True},
+    ],
+    ids=str,
+)
+def test_a_prefix_cache_that_vllm_itself_turns_off_is_not_the_users_fault(
+    model: dict[str, Any], llama: Any
+) -> None:
+    given = config(llama, model, cache={"enable_prefix_caching": False})
+    with pytest.raises(RefusedError) as refused:
+        check_config(given)
+    assert not any("prefix caching" in reason for reason in refused.value.reasons)
+
+
+def test_a_model_is_known_by_its_own_configuration_or_by_what_its_file_says(llama: Any) -> None:
+    hybrid = config(llama, {"is_hybrid": True}).model_config
+    assert model_reasons(hybrid) == (f"LlamaForCausalLM {STATES}; {WITHOUT}",)
+    assert model_reasons(config(llama).model_config) == ()
+    text = SimpleNamespace(layer_types=["linear_attention", "indexed_attention"])
+    assert text_reasons("Other", text) == (
+        f"Other {INDEXER}; {WITHOUT}",
+        f"Other {STATES}; {WITHOUT}",
+    )
+    assert text_reasons("Other", SimpleNamespace(layer_types=["full_attention"])) == ()
 
 
 def test_all_reasons_are_known_and_the_first_is_told(llama: Any) -> None:

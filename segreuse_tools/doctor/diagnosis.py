@@ -75,7 +75,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
     machine = _machine()
     found = look(args, folder, options)
     notes: tuple[str, ...] = ()
-    if found.by_vllm and not found.reasons:
+    if found.memory is None and not found.reasons:
         found = look_at_rest(found, args, config, options)
     elif found.memory is not None and found.vllm_config is not None:
         notes = _tight(found.memory.weight_bytes, machine, found.vllm_config)

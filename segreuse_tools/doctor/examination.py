@@ -36,6 +36,7 @@ class Examined:
         backend: vLLM's name of the first layer's attention backend.
         kernels: which kernels a pass will run, as start-up logs it.
         layers: as programs see them.
+        lacks: what vLLM cannot compute of the model on this machine; None: nothing is known.
     """
 
     kv: tuple[tuple[int, int], ...]
@@ -43,6 +44,7 @@ class Examined:
     backend: str
     kernels: str
     layers: ModelLayers
+    lacks: str | None = None
 
 
 def examine(vllm_config: VllmConfig) -> Examined:
@@ -89,6 +91,7 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
         backend=first.get_attn_backend().get_name(),
         kernels=structure.description,
         layers=model_layers(kinds),
+        lacks=_unrouted(model),
     )
 
 
@@ -129,6 +132,30 @@ def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
     finally:  # vLLM gives equal rotary modules to later models, too
         _ROPE_DICT.clear()
         _ROPE_DICT.update(shared)
+
+
+def _unrouted(model: torch.nn.Module) -> str | None:
+    """By what vLLM cannot choose experts here, which it finds out once it computes a token.
+
+    Its CPU build knows fewer ways than its GPU builds (`fused_moe/router/cpu_router.py`).
+    """
+    import torch
+    from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
+
+    found = (getattr(module, "router", None) for module in model.modules())
+    router: Any = next((it for it in found if isinstance(it, FusedMoERouter)), None)
+    if router is None:
+        return None
+    token, experts = (
+        torch.empty(1, size, device="meta") for size in (8, router.global_num_experts)
+    )
+    try:
+        router.select_experts(token, experts)
+    except AssertionError:
+        return f"vLLM chooses no experts by {router.scoring_func} on this machine"
+    except Exception:  # of tensors without storage: nothing is known
+        return None
+    return None
 
 
 def _specs(vllm_config: VllmConfig) -> dict[str, Any]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 _LINE_CHARACTERS = 400
+_LAYERS_WORK = "segment reuse works with the model's layers"
 
 
 @dataclass
@@ -68,6 +69,9 @@ def look(args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
         found.documents = documents_of(found.vllm_config.model_config, folder, options)
         found.examined = examine(of_one_rank(args, found.vllm_config))
         found.memory = memory_of(found.vllm_config, found.examined)
+        if found.examined.lacks is not None:
+            found.by_vllm = (found.examined.lacks,)
+            found.notes = (_LAYERS_WORK,)
     except RefusedError as error:
         found.reasons = error.reasons
     except UnexaminedError as error:
@@ -85,10 +89,11 @@ def look(args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
 def look_at_rest(
     found: Look, args: EngineArgs, config: dict[str, Any], options: SegReuseConfig
 ) -> Look:
-    """What segment reuse says of the layers for text of a model that vLLM cannot serve here.
+    """What segment reuse says of the layers for text of a model that vLLM cannot serve here, or not
+    build without weights.
 
     Args:
-        found: without reasons of ours.
+        found: neither reasons of ours nor what the layers are like.
         args: of the engine.
         config: of the model.
         options: of segment reuse.
@@ -99,11 +104,11 @@ def look_at_rest(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(rest.config))
         of_rest = look(replace(args, revision=None), Path(folder), options)
-    if of_rest.by_vllm:
+    if of_rest.memory is None and not of_rest.reasons:
         return found
     if of_rest.memory is not None:
-        of_rest.notes = (f"the layers work with segment reuse: they were examined {rest.without}",)
-    of_rest.by_vllm = found.by_vllm
+        of_rest.notes = (f"{_LAYERS_WORK}, examined {rest.without}",)
+    of_rest.by_vllm = (*found.by_vllm, *of_rest.by_vllm)
     return of_rest
 
 

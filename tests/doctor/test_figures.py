@@ -9,22 +9,18 @@ from typing import Any
 import pytest
 
 from segreuse_tools.doctor import memory_use
-from segreuse_tools.doctor.diagnosis import _drafted, _tight, one_line
+from segreuse_tools.doctor.diagnosis import _drafted, _tight
+from segreuse_tools.doctor.looking import one_line
 from segreuse_tools.doctor.memory_use import Memory, memory_of
 from vllm_segreuse.cache.index import bytes_per_block
 
 GIB = 1 << 30
 
 
-def engine(ranks: int = 1, kv_heads: int = 8, held: int = 8, mla: bool = False) -> Any:
+def engine(ranks: int = 1) -> Any:
     """An engine's configuration, as far as it is asked."""
     return Of(
-        model_config=Of(
-            use_mla=mla,
-            max_model_len=2049,
-            get_total_num_kv_heads=lambda: kv_heads,
-            get_num_kv_heads=lambda parallel: held,
-        ),
+        model_config=Of(max_model_len=2049),
         parallel_config=Of(tensor_parallel_size=ranks, world_size=ranks),
         cache_config=Of(block_size=32),
         speculative_config=None,
@@ -37,7 +33,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kv_is_counted_in_whole_blocks() -> None:
-    found = memory_of(engine(), Of(kv_bytes=1000, weight_bytes=7001))
+    found = memory_of(engine(), Of(kv=((8, 640), (1, 360)), weight_bytes=7001))
     blocks = GIB // 32_000
     assert found == Memory(
         weight_bytes=7001,
@@ -53,18 +49,16 @@ def test_kv_is_counted_in_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "per_token"),
-    [
-        (engine(ranks=2, held=4), 500),
-        (engine(ranks=16, held=1), 125),
-        (engine(ranks=2, kv_heads=8, held=1, mla=True), 1000),
-    ],
-    ids=["halves", "copies", "latent"],
+    ("ranks", "per_token"), [(1, 640 + 320 + 360), (2, 320 + 160 + 360), (8, 80 + 80 + 360)]
 )
-def test_ranks_share_heads_and_hold_all_latent_vectors(config: Any, per_token: int) -> None:
-    found = memory_of(config, Of(kv_bytes=1000, weight_bytes=1600))
+def test_ranks_share_the_heads_of_each_layer_and_hold_all_latent_vectors(
+    ranks: int, per_token: int
+) -> None:
+    """Of eight heads, of four (copies from the fifth rank on), and of one latent vector."""
+    kv = ((8, 640), (4, 320), (1, 360))
+    found = memory_of(engine(ranks), Of(kv=kv, weight_bytes=1600))
     assert found.kv_bytes_per_token == per_token
-    assert found.weight_bytes == 1600 // config.parallel_config.tensor_parallel_size
+    assert found.weight_bytes == 1600 // ranks
 
 
 @pytest.mark.parametrize(

@@ -255,13 +255,20 @@ def test_a_model_of_another_shape_is_refused() -> None:
             return x
 
     one, two, three = (nn.Identity() for _ in range(3))
-    with pytest.raises(UnsupportedModelError, match=r"Other.forward takes \(x\), not \(positions"):
+    with pytest.raises(UnsupportedModelError, match=r"Other.forward takes \(x\) and no positions"):
         stack([Other(one)], [one])
 
     class Half(Other):
         def forward(self, positions: Any) -> Any:
             return positions
 
+    class Named(Other):
+        def forward(self, position_ids: Any, hidden_states: Any) -> Any:
+            return hidden_states
+
+    expected = r"Named.forward takes \(position_ids, hidden_states\), not"
+    with pytest.raises(UnsupportedModelError, match=expected):
+        stack([Named(one)], [one])
     with pytest.raises(UnsupportedModelError, match=r"Half.forward takes \(positions\), not"):
         stack([Half(one)], [one])
     expected = r"PlainModel has no list of decoder layers with one attention layer each \({} att"
