@@ -434,8 +434,10 @@ def families() -> str:
 
 def _verdict(family: dict[str, Any]) -> str:
     if not family["works"]:
-        return f"refused: {sources.escaped(family['why'])}"
-    works = "works (layers not examined)" if "code" in family else "works"
+        layers = "; its layers are supported" if family.get("layers") else ""
+        return f"refused: {sources.escaped(family['why'])}{layers}"
+    examined = "for text" if family.get("text") else "not"
+    works = f"works (layers {examined} examined)" if "code" in family else "works"
     needed = [f"{name}={value}" for name, value in family.get("environment", {}).items()]
     return f"{works}, with `{' '.join(needed)}`" if needed else works
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from segreuse_tools.engine_loading import not_searched_for_garbage, quiet
+from segreuse_tools.engine_loading import load_code, not_searched_for_garbage, quiet
 
 
 def test_garbage_is_searched_for_again_whatever_became_of_loading() -> None:
@@ -34,3 +34,19 @@ def test_vllm_says_errors_only_unless_asked_for_more(
     assert os.environ["VLLM_LOGGING_LEVEL"] == (level or "ERROR")
     assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_library_is_named_that_something_else_could_not_be_imported_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(self: object) -> None:
+        try:
+            raise ModuleNotFoundError("No module named 'torchvision'")
+        except ModuleNotFoundError as error:
+            raise ImportError("Could not import module 'Gemma4Processor'") from error
+
+    from vllm import ModelRegistry
+
+    monkeypatch.setattr(type(ModelRegistry.models["LlamaForCausalLM"]), "load_model_cls", load)
+    with pytest.raises(ImportError, match=r"^No module named 'torchvision'$"):
+        load_code(["LlamaForCausalLM"])

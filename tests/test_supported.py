@@ -124,6 +124,7 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
         (text, f"LlamaForCausalLM {INDEXER}")
         for text in (
             {"index_topk": 2048},
+            {"index_topk_blocks": 16},
             {"sparse_attention_config": {"sparse_topk_blocks": 16}},
             {"layer_types": ["full_attention", "indexed_attention"]},
         )
@@ -132,6 +133,10 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
         ({key: ["full_attention", kind]}, f"LlamaForCausalLM {STATES}")
         for key in ("layer_types", "layers_block_type")
         for kind in ("linear_attention", "mamba", "conv", "hybrid")
+    ),
+    (
+        {"cross_attention_layers": [3, 8]},
+        "layers of LlamaForCausalLM attend to images beside the prompt (cross attention)",
     ),
     (
         {"hidden_size_per_layer_input": 256},

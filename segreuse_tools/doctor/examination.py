@@ -67,6 +67,8 @@ def examine(vllm_config: VllmConfig) -> Examined:
     except (RefusedError, ValueError):
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and not _of_meta(error):
+            raise ValueError(str(error)) from error  # a backend has no kernel, say
         raise UnexaminedError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
 
 
@@ -126,12 +128,17 @@ def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
         with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
             return initialize_model(vllm_config=vllm_config)
     except Exception as error:
-        if isinstance(error, ValueError) or "meta" in str(error).lower():
+        if isinstance(error, ValueError) or _of_meta(error):
             raise
         raise ValueError(f"{type(error).__name__}: {error}") from error  # start-up meets it, too
     finally:  # vLLM gives equal rotary modules to later models, too
         _ROPE_DICT.clear()
         _ROPE_DICT.update(shared)
+
+
+def _of_meta(error: Exception) -> bool:
+    """Whether something failed because tensors have no storage here."""
+    return "meta" in str(error).lower()
 
 
 def _unrouted(model: torch.nn.Module) -> str | None:

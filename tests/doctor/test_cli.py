@@ -142,6 +142,7 @@ REFUSED_BY_VLLM: list[tuple[list[str], dict[str, Any], str]] = [
     (["--block-size", "17"], {}, "No common block size for 17 (CPU_ATTN: "),
     (["--max-model-len", "999999"], {}, "User-specified max_model_len (999999) is greater than"),
     ([], {"rope_scaling": {"rope_type": "weird"}}, "Unknown RoPE scaling type weird"),
+    ([], {"head_dim": 100}, "Unsupported CPU attention configuration: head_dim=100"),
     ([], {"model_type": "weird"}, "The checkpoint you are trying to load has model type `weird`"),
 ]
 

@@ -105,6 +105,45 @@ def test_a_layer_that_start_up_refuses_is_refused(
     assert told.memory is None
 
 
+def test_a_layer_of_another_class_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models import llama
+
+    class OtherAttention(Attention):
+        pass
+
+    monkeypatch.setattr(llama, "Attention", OtherAttention)
+    told = found(tmp_path)
+    assert told.reasons == (
+        "model.layers.0.self_attn.attn is OtherAttention, not plain attention; serve this model "
+        "without --segreuse",
+    )
+
+
+def test_a_file_without_what_vllm_reads_is_refused(tmp_path: Path) -> None:
+    """It is no matter of weights: start-up would end the same way."""
+    config = dict(FAMILIES["minimax-m2.5"]["config"])
+    for key in ("rotary_dim", "quantization_config"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = diagnose(EngineArgs(model=str(tmp_path)), SegReuseConfig())
+    assert not told.works
+    assert told.reasons == (
+        "vLLM itself refuses: AttributeError: 'MiniMaxM2Config' object has no attribute "
+        "'rotary_dim'",
+    )
+
+
+def test_code_of_the_models_own_is_said_to_be_what_vllm_waits_for(tmp_path: Path) -> None:
+    own = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    assert found(tmp_path, changes=own).reasons == (
+        "LlamaForCausalLM comes with code of its own (auto_map), which vLLM does not run unasked; "
+        "read that code, and add --trust-remote-code",
+    )
+
+
 def test_a_model_whose_last_layer_alone_sees_everything_is_refused(tmp_path: Path) -> None:
     told = found(tmp_path, "gemma-3-1b", {"num_hidden_layers": 6})
     assert not told.works

@@ -29,6 +29,17 @@ def test_no_real_configuration_contradicts_itself(name: str, tmp_path: Path) -> 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention"] * 31}, "layer_types has 31 entries, num_hidden_layers is"),
     ({"layer_types": ["full_attention"] * 33}, "layer_types has 33 entries, num_hidden_layers is"),
+    *(
+        ({name: [1] * 31}, f"{name} has 31 entries, num_hidden_layers is 32")
+        for name in (
+            *("layers_block_type", "mlp_layer_types", "hybrid_layer_pattern"),
+            *("no_rope_layers", "moe_layer_freq"),
+        )
+    ),
+    (
+        {"text_config": {"num_hidden_layers": 2, "layer_types": ["full_attention"]}},
+        "layer_types has 1 entries, num_hidden_layers is 2",
+    ),
     ({"num_key_value_heads": 5}, "num_attention_heads=32 is no multiple of num_key_value_heads=5"),
     ({"num_key_value_heads": 64}, "num_attention_heads=32 is no multiple of num_key_value_heads"),
     ({"hidden_size": 4097}, "hidden_size=4097 is no multiple of num_attention_heads=32, and there"),
@@ -58,6 +69,9 @@ def test_a_configuration_that_contradicts_itself(
         {"num_key_value_heads": [8] * 32},
         {"layer_types": ["full_attention"] * 32},
         {"layer_types": ["full_attention"] * 33, "num_nextn_predict_layers": 1},
+        {"moe_layer_freq": 1, "no_rope_layers": []},
+        {"kv_lora_rank": 512, "head_dim": 0},
+        {"model_type": "qwen3", "hidden_size": 4097},  # whose heads have 128 channels by default
     ],
     ids=str,
 )

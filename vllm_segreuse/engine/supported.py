@@ -40,7 +40,7 @@ _INDEXED = (
 )
 """Kinds of layers that attend to what an indexer chooses."""
 
-_INDEXERS = ("index_topk", "sparse_attention_config")
+_INDEXERS = ("index_topk", "index_topk_blocks", "sparse_attention_config")
 """Keys of `config.json` that such models have."""
 
 _LAYER_KINDS = ("layer_types", "layers_block_type")
@@ -123,6 +123,10 @@ def _layer_faults(name: str, text: object) -> list[tuple[bool, str]]:
             any(getattr(text, key, None) for key in _INDEXERS) or _has_layers(text, _INDEXED),
             f"{name} attends to tokens that an indexer of its own chooses, whose keys are not "
             f"reused{WITHOUT}",
+        ),
+        (
+            bool(getattr(text, "cross_attention_layers", None)),
+            f"layers of {name} attend to images beside the prompt (cross attention){WITHOUT}",
         ),
         (
             bool(getattr(text, "dual_chunk_attention_config", None)),
