@@ -172,6 +172,7 @@ def test_layers_that_config_json_tells_of_are_refused(
         {"rope_parameters": None, "dual_chunk_attention_config": None},
         {"llama_4_scaling": {"beta": 0.1}},
         {"layer_types": ["full_attention", "sliding_attention", "chunked_attention"]},
+        {"layer_types": 32, "layers_block_type": [{"mamba": 1}, 0]},
         {"layer_types": None, "sparse_attention_config": {}, "hidden_size_per_layer_input": 0},
     ],
     ids=str,

@@ -108,7 +108,7 @@ def look_at_rest(
         return found
     if of_rest.memory is not None:
         of_rest.notes = (f"{_LAYERS_WORK}, examined {rest.without}",)
-    of_rest.by_vllm = (*found.by_vllm, *of_rest.by_vllm)
+    of_rest.by_vllm = tuple(dict.fromkeys((*found.by_vllm, *of_rest.by_vllm)))
     return of_rest
 
 

@@ -28,7 +28,7 @@ def rest_of(config: dict[str, Any]) -> Rest | None:
     left = [] if text is config else ["as a model of text alone"]
     if "quantization_config" in {**config, **text}:
         left.append("without quantisation (weights are counted so)")
-    named = text.get("architectures") or _architectures(text)
+    named = config["architectures"] if text is config else _architectures(text)
     if not left or not named:
         return None
     dtype = text.get("dtype") or config.get("dtype") or config.get("torch_dtype")
@@ -38,9 +38,10 @@ def rest_of(config: dict[str, Any]) -> Rest | None:
 
 
 def _architectures(text: dict[str, Any]) -> list[str]:
-    """What transformers has for a model of this type."""
+    """Those that the part names, or what transformers has for a model of its type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm import ModelRegistry
 
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.get("model_type", ""))
-    return [name] if name in ModelRegistry.models else []
+    of_type = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(text.get("model_type")))
+    named = text.get("architectures") or [of_type]
+    return [name for name in named if isinstance(name, str) and name in ModelRegistry.models]

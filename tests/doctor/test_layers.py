@@ -112,7 +112,8 @@ def test_a_layer_of_another_class_is_refused(
     from vllm.model_executor.models import llama
 
     class OtherAttention(Attention):
-        pass
+        def to_empty(self, **_: Any) -> Any:
+            raise AttributeError("a state has no scales")
 
     monkeypatch.setattr(llama, "Attention", OtherAttention)
     told = found(tmp_path)

@@ -137,8 +137,8 @@ def _layer_faults(name: str, text: object) -> list[tuple[bool, str]]:
 
 def _has_layers(text: object, kinds: Sequence[str]) -> bool:
     """Whether `config.json` names layers of these kinds."""
-    named = {kind for key in _LAYER_KINDS for kind in getattr(text, key, None) or ()}
-    return not named.isdisjoint(kinds)
+    named = (getattr(text, key, None) for key in _LAYER_KINDS)
+    return any(kind in kinds for each in named if isinstance(each, list | tuple) for kind in each)
 
 
 def _model_faults(model: ModelConfig) -> list[tuple[bool, str]]:
