@@ -100,10 +100,11 @@ def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
             return
     layers = config.get("num_hidden_layers")
     drafts = config.get("num_nextn_predict_layers") or 0
-    for name in _BY_LAYER if isinstance(layers, int) else ():
-        each = config.get(name)
-        if isinstance(each, list) and each and len(each) not in (layers, layers + drafts):
-            yield f"{name} has {len(each)} entries, num_hidden_layers is {layers}"
+    if isinstance(layers, int):
+        for name in _BY_LAYER:
+            each = config.get(name)
+            if isinstance(each, list) and each and len(each) not in (layers, layers + drafts):
+                yield f"{name} has {len(each)} entries, num_hidden_layers is {layers}"
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
