@@ -125,15 +125,17 @@ struct ScoreArgs {
   int32_t highest;    // nonzero: the highest weight of a key, not the sum
 };
 
-// Shares of changes, to tokens of one layer that follow the changed ones.
+// Shares of what has changed of tokens of one layer, to tokens that follow them.
 struct CarryArgs {
   void* pages;
   int64_t page_stride;  // in elements
   const Part* parts;
   int64_t num_parts;
-  const float* const* changes;  // of each part, [rows, heads, channels]
-  const int64_t* slots;         // of each token
-  const int64_t* rows;          // of the changes; -1: it takes part in none
+  const void* const* before;  // of each part, what the changed tokens were: [rows, heads, channels]
+  const int64_t* changed;     // their slots
+  int64_t num_rows;
+  const int64_t* slots;  // of each token
+  const int64_t* rows;   // of the changed token; -1: it takes part in no change
   const int64_t* distances;     // from the changed token
   const float* shares;          // [parts, tokens]
   int64_t tokens, block_size;

@@ -51,16 +51,28 @@ inline void add(Code<Format>& code, float share, float change) {
 template <class Format>
 class Taker {
  public:
-  Taker(const CarryArgs& args, int part, int head)
+  // `changes`: of the head, `[rows, channels]`.
+  Taker(const CarryArgs& args, int part, int head, float* changes)
       : args_(args), strides_(args.parts[part].strides), rotation_(args.parts[part].rotation),
-        changes_(args.changes[part] + int64_t{head} * strides_.channels),
-        shares_(args.shares + part * args.tokens) {
+        before_(static_cast<const Code<Format>*>(args.before[part]) +
+                int64_t{head} * strides_.channels),
+        changes_(changes), shares_(args.shares + part * args.tokens) {
     for (int c = 0; c < strides_.channels; ++c) at_.push_back(strides_.of_channel(head, c));
     by_tokens_ = strides_.token_tile >= 8 && strides_.token_lo < strides_.channels;
   }
 
+  void compare(int64_t row, const Code<Format>* pages) const {
+    const int64_t slot = args_.changed[row];
+    const Code<Format>* now = pages + slot / args_.block_size * args_.page_stride +
+                              strides_.of_token(static_cast<int32_t>(slot % args_.block_size));
+    const Code<Format>* before = before_ + row * strides_.heads * strides_.channels;
+    float* change = changes_ + row * strides_.channels;
+    for (int c = 0; c < strides_.channels; ++c)
+      change[c] = Format::decode(now[at_[c]]) - Format::decode(before[c]);
+  }
+
   void take(const Taking& taking, Code<Format>* pages) const {
-    const float* change = changes_ + taking.row * strides_.heads * strides_.channels;
+    const float* change = changes_ + taking.row * strides_.channels;
     int offset = taking.offset;
     for (int done = 0; done < taking.length;) {
       const int tile = strides_.token_tile;
@@ -143,7 +155,8 @@ class Taker {
   const CarryArgs& args_;
   TiledStrides strides_;
   Rotation rotation_;
-  const float* changes_;
+  const Code<Format>* before_;
+  float* changes_;
   const float* shares_;
   std::vector<int32_t> at_;
   bool by_tokens_;
@@ -151,15 +164,29 @@ class Taker {
 
 template <class Format>
 void carry(const CarryArgs& args) {
-  std::vector<Taker<Format>> takers;
+  int64_t width = 0;
   for (int p = 0; p < args.num_parts; ++p)
-    for (int h = 0; h < args.parts[p].strides.heads; ++h) takers.emplace_back(args, p, h);
+    width += int64_t{args.parts[p].strides.heads} * args.parts[p].strides.channels;
+  std::vector<float> changes(args.num_rows * width);
+  std::vector<Taker<Format>> takers;
+  float* free = changes.data();
+  for (int p = 0; p < args.num_parts; ++p) {
+    const TiledStrides& strides = args.parts[p].strides;
+    for (int h = 0; h < strides.heads; ++h, free += args.num_rows * strides.channels)
+      takers.emplace_back(args, p, h, free);
+  }
   const std::vector<Taking> found = takings(args);
   auto* pages = static_cast<Code<Format>*>(args.pages);
   const auto count = static_cast<int64_t>(found.size());
-#pragma omp parallel for schedule(dynamic, 16)
-  for (int64_t i = 0; i < count; ++i)
-    for (const auto& taker : takers) taker.take(found[i], pages);
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < args.num_rows; ++row)
+      for (const auto& taker : takers) taker.compare(row, pages);
+#pragma omp for schedule(dynamic, 16)
+    for (int64_t i = 0; i < count; ++i)
+      for (const auto& taker : takers) taker.take(found[i], pages);
+  }
 }
 
 }  // namespace

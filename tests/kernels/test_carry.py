@@ -39,11 +39,13 @@ def carried_of(runs: list[tuple[int, int, int]], pairs: int) -> Carried:
     row = torch.cat([torch.full((length,), at) for _, length, at in runs])
     turns = torch.arange(int(distances.max()) + 1)[:, None] * torch.logspace(0, -4, pairs)
     shares = torch.rand(2, len(slots))
-    return Carried(slots, row, distances, shares, turns.cos(), turns.sin())
+    changed = torch.arange(TOKENS, TOKENS + ROWS) + 2
+    return Carried(changed, slots, row, distances, shares, turns.cos(), turns.sin())
 
 
-def changes_of(parts: list[Part]) -> list[torch.Tensor]:
-    return [torch.randn(ROWS, part.strides.shape[0], part.strides.shape[2]) for part in parts]
+def before_of(parts: list[Part], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    shapes = [(ROWS, part.strides.shape[0], part.strides.shape[2]) for part in parts]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
 @st.composite
@@ -69,12 +71,12 @@ def test_in_c_the_bits_are_the_references(
     shape = shape_of(name)
     rotations = ROTATIONS[shape.keys.shape[2]]
     parts = parts_of(shape, rotations[number % len(rotations)])
-    cache = make_cache(shape.page_elements, TOKENS // shape.keys.shape[1], dtype)
+    cache = make_cache(shape.page_elements, (TOKENS + 64) // shape.keys.shape[1], dtype)
     carried = carried_of(made, pairs_of(parts))
-    changes = changes_of(parts)
+    before = before_of(parts, dtype)
     expected = copy_of(cache)
-    reference.carry(expected.layers[0], parts, changes, carried)
-    cpu.carry(cache.layers[0], parts, changes, carried)
+    reference.carry(expected.layers[0], parts, before, carried)
+    cpu.carry(cache.layers[0], parts, before, carried)
     assert_same(cache.memory, expected.memory)
 
 
@@ -82,25 +84,29 @@ def test_a_token_takes_part_in_the_turned_change_of_its_row() -> None:
     shape = shape_of("HND 2x80")
     rotation = Rotation(80, False)
     parts = parts_of(shape, rotation)
-    cache = make_cache(shape.page_elements, 4, torch.float32)
+    cache = make_cache(shape.page_elements, 16, torch.float32)
     carried = carried_of([(20, 9, 3), (40, 4, -1)], 40)
-    changes, before = changes_of(parts), copy_of(cache)
-    reference.carry(cache.layers[0], parts, changes, carried)
+    old, before = before_of(parts), copy_of(cache)
+    reference.carry(cache.layers[0], parts, old, carried)
 
     def held(of: Any, part: Part, slot: int) -> torch.Tensor:
         return read_tokens(of.layers[0], part.strides, torch.tensor([slot]))[0]
 
+    changed = int(carried.changed[3])
+    of_key, of_value = (
+        held(before, part, changed) - one[3] for part, one in zip(parts, old, strict=True)
+    )
     for i in range(9):
         angle = (i + 1) * torch.logspace(0, -4, 40).double()
-        turned = torch.view_as_complex(changes[0][3].view(2, 40, 2)).to(torch.complex128)
+        turned = torch.view_as_complex(of_key.view(2, 40, 2)).to(torch.complex128)
         turned = torch.view_as_real(turned * torch.polar(torch.ones(40).double(), angle))
         for part, moved, share in zip(
-            parts, (turned.view(2, 80), changes[1][3]), carried.shares[:, i], strict=True
+            parts, (turned.view(2, 80), of_value), carried.shares[:, i], strict=True
         ):
             expected = held(before, part, 20 + i) + share * moved
             torch.testing.assert_close(held(cache, part, 20 + i), expected.float())
     for part in parts:
-        for slot in (19, 29, 40, 43):
+        for slot in (19, 29, 40, 43, changed):
             assert torch.equal(held(cache, part, slot), held(before, part, slot))
 
 
@@ -108,6 +114,7 @@ def test_a_token_takes_part_in_the_turned_change_of_its_row() -> None:
     ("wrong", "message"),
     [
         ({"slots": torch.tensor([0, 1, 10_000])}, "slots are from 0 to 10000"),
+        ({"changed": torch.tensor([0, 1, 2, 3, -1])}, "changed are from -1 to 3"),
         ({"rows": torch.tensor([0, 5, 1])}, r"rows are from 1 to 6; expected 0 to 5"),
         ({"distances": torch.tensor([1, 2, 99])}, "distances are from 1 to 99"),
         ({"rows": torch.tensor([0, 1])}, r"rows is \(2,\), of 3 tokens"),
@@ -119,18 +126,18 @@ def test_a_token_takes_part_in_the_turned_change_of_its_row() -> None:
 def test_what_is_wrong_is_said(wrong: dict[str, torch.Tensor], message: str) -> None:
     shape = shape_of("HND 2x80")
     parts = parts_of(shape, Rotation(80, False))
-    cache = make_cache(shape.page_elements, 4, torch.float32)
+    cache = make_cache(shape.page_elements, 16, torch.float32)
     carried = dataclasses.replace(carried_of([(0, 3, 1)], 40), **wrong)
     with pytest.raises(ValueError, match=message):
-        cpu.carry(cache.layers[0], parts, changes_of(parts), carried)
+        cpu.carry(cache.layers[0], parts, before_of(parts), carried)
 
 
-def test_changes_of_other_shapes_are_refused() -> None:
+def test_what_was_before_in_other_shapes_is_refused() -> None:
     shape = shape_of("HND 2x80")
     parts = parts_of(shape, None)
-    cache = make_cache(shape.page_elements, 4, torch.float32)
+    cache = make_cache(shape.page_elements, 16, torch.float32)
     carried = carried_of([(0, 3, 1)], 0)
-    with pytest.raises(ValueError, match=r"changes are \(5, 2, 40\)"):
+    with pytest.raises(ValueError, match=r"before is \(5, 2, 40\)"):
         cpu.carry(cache.layers[0], parts, [torch.randn(5, 2, 40)] * 2, carried)
-    with pytest.raises(ValueError, match="1 changes given, of 2 parts"):
-        cpu.carry(cache.layers[0], parts, changes_of(parts)[:1], carried)
+    with pytest.raises(ValueError, match="2 parts were 1 before"):
+        cpu.carry(cache.layers[0], parts, before_of(parts)[:1], carried)

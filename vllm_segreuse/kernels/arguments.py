@@ -371,9 +371,10 @@ def _check_per_query(name: str, tensor: torch.Tensor, query: torch.Tensor) -> No
 
 
 def check_carried(
-    carried: Carried, parts: Sequence[Part], changes: Sequence[torch.Tensor], pages: torch.Tensor
+    carried: Carried, parts: Sequence[Part], before: Sequence[torch.Tensor], pages: torch.Tensor
 ) -> None:
-    """Slots, rows, distances, shares, tables and changes; on a CPU also that they are inside.
+    """Slots, rows, distances, shares, tables, and what was before; on a CPU also that they are
+    inside.
 
     Args:
         pages: of one layer, which are written.
@@ -390,21 +391,20 @@ def check_carried(
                 f"slots, rows and distances must be [tokens]: {name} is {tuple(tensor.shape)}, of "
                 f"{tokens} tokens"
             )
+    check_tensor("changed", carried.changed, torch.int64, device)
     check_tensor("shares", carried.shares, torch.float32, device)
     if carried.shares.shape != (len(parts), tokens):
         raise ValueError(
             f"shares are {tuple(carried.shares.shape)}; expected {(len(parts), tokens)}"
         )
-    if len(changes) != len(parts):
-        raise ValueError(f"{len(changes)} changes given, of {len(parts)} parts")
-    rows = len(changes[0])
-    for part, change in zip(parts, changes, strict=True):
+    if len(before) != len(parts):
+        raise ValueError(f"{len(parts)} parts were {len(before)} before")
+    rows = len(carried.changed)
+    for part, old in zip(parts, before, strict=True):
         heads, _, channels = part.strides.shape
-        check_tensor("changes", change, torch.float32, device)
-        if change.shape != (rows, heads, channels):
-            raise ValueError(
-                f"changes are {tuple(change.shape)}; expected {(rows, heads, channels)}"
-            )
+        check_tensor("before", old, pages.dtype, device)
+        if old.shape != (rows, heads, channels):
+            raise ValueError(f"before is {tuple(old.shape)}; expected {(rows, heads, channels)}")
         if part.rotation is not None:
             for name in ("cos", "sin"):
                 tensor = getattr(carried, name)
@@ -415,7 +415,9 @@ def check_carried(
                         f"where {part.rotation.dim} channels turn"
                     )
             check_range("distances", carried.distances, len(carried.cos))
-    check_range("slots", carried.slots, pages.shape[0] * parts[0].strides.shape[1])
+    slots = pages.shape[0] * parts[0].strides.shape[1]
+    check_range("slots", carried.slots, slots)
+    check_range("changed", carried.changed, slots)
     check_range("rows", carried.rows + 1, rows + 1)
 
 

@@ -172,7 +172,7 @@ def align(
 def carry(
     pages: torch.Tensor,
     parts: Sequence[Part],
-    changes: Sequence[torch.Tensor],
+    before: Sequence[torch.Tensor],
     carried: Carried,
 ) -> None:
     """As `reference.carry`, bit for bit.
@@ -185,9 +185,9 @@ def carry(
     check_on_cpu("pages", pages)
     check_pages([pages], tuple(DTYPES))
     check_parts(parts, pages)
-    check_carried(carried, parts, changes, pages)
+    check_carried(carried, parts, before, pages)
     c_parts = (PartArgs * len(parts))(*(PartArgs.of(part) for part in parts))
-    of_parts = pointers(changes)
+    of_parts = pointers(before)
     cos_by_pair, sin_by_pair = carried.by_pair
     call(
         "segreuse_carry",
@@ -197,6 +197,8 @@ def carry(
             ctypes.addressof(c_parts),
             len(parts),
             ctypes.addressof(of_parts),
+            carried.changed.data_ptr(),
+            len(carried.changed),
             carried.slots.data_ptr(),
             carried.rows.data_ptr(),
             carried.distances.data_ptr(),

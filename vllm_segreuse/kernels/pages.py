@@ -138,13 +138,15 @@ class Carried:
     All tensors on the pages' device, contiguous.
 
     Attributes:
-        slots: of the tokens, int64 `[tokens]`; none twice.
-        rows: of the changes, int64 `[tokens]`; -1: the token takes part in none.
+        changed: slots of the changed tokens, int64 `[rows]`.
+        slots: of the tokens, int64 `[tokens]`; none twice, and none that is changed.
+        rows: of the changed tokens, int64 `[tokens]`; -1: the token takes part in no change.
         distances: from the changed token, int64 `[tokens]`.
         shares: of the change of keys and of values, float32 `[parts, tokens]`.
         cos, sin: of what a key turns by over a distance, float32 `[distances, pairs]`.
     """
 
+    changed: torch.Tensor
     slots: torch.Tensor
     rows: torch.Tensor
     distances: torch.Tensor

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.kernels.page_tokens import read_tokens, write_tokens
+from vllm_segreuse.kernels.page_tokens import pick_tokens, read_tokens, write_tokens
 from vllm_segreuse.kernels.pages import (
     Carried,
     Moves,
@@ -78,7 +78,7 @@ def store(
 def carry(
     pages: torch.Tensor,
     parts: Sequence[Part],
-    changes: Sequence[torch.Tensor],
+    before: Sequence[torch.Tensor],
     carried: Carried,
 ) -> None:
     """Add to tokens a share of what has changed of others; changes of keys turn on their way.
@@ -88,12 +88,14 @@ def carry(
     Args:
         pages: flat pages `[num_blocks, page_elements]` of a layer, which are written.
         parts: the keys and the values of a page.
-        changes: of each part, float32 `[rows, heads, channels]`, in units of what is stored.
+        before: of each part, what the changed tokens held, `[rows, heads, channels]` of the pages'
+            dtype.
         carried: which tokens take part in which change.
     """
     takes_part = (carried.rows >= 0)[:, None, None]
     rows = carried.rows.clamp_min(0)
-    for part, change, shares in zip(parts, changes, carried.shares, strict=True):
+    for part, old, shares in zip(parts, before, carried.shares, strict=True):
+        change = pick_tokens(pages, part.strides, carried.changed).float() - old.float()
         moved = change[rows]
         if part.rotation is not None:
             turns = carried.cos[carried.distances], carried.sin[carried.distances]

@@ -103,29 +103,32 @@ class CarriedChanges:
             return
         first = self._seen[number]
         self._seen[number] = last = first + len(query)
-        chunk, known = slice(first, last), self._layers[number]
-        slots = self._computed[chunk]
+        chunk = slice(first, last)
         before = [part[chunk] for part in self._first] if number == 0 else self._moved
-        # Both as they are stored: what has not changed must not differ by its rounding.
-        changes = [
-            new.float() - old.float() for new, old in zip(_read(known, slots), before, strict=True)
-        ]
-        self._carry(number, chunk, changes)
+        self._carry(number, chunk, before)
         if number + 1 < len(self._layers):
-            self._moved = _read(self._layers[number + 1], slots)
+            self._moved = _read(self._layers[number + 1], self._computed[chunk])
         yield
 
     def take_work(self) -> int:
         """Nothing is scored."""
         return 0
 
-    def _carry(self, number: int, chunk: slice, changes: Sequence[torch.Tensor]) -> None:
-        """Have the others take part in the changes of a chunk's tokens, at a layer."""
+    def _carry(self, number: int, chunk: slice, before: Sequence[torch.Tensor]) -> None:
+        """Have the others take part in the changes of a chunk's tokens, at a layer. Both are taken
+        as they are stored: what has not changed must not differ by its rounding."""
         layer = self._layers[number]
         mine = (self._before >= chunk.start) & (self._before < chunk.stop)
         rows = torch.where(mine, self._before - chunk.start, -1)
-        carried = Carried(self._slots, rows, self._distances, self._shares, *self._turns(number))
-        layer.kernels.carry(layer.pages, layer.parts, changes, carried)
+        carried = Carried(
+            self._computed[chunk],
+            self._slots,
+            rows,
+            self._distances,
+            self._shares,
+            *self._turns(number),
+        )
+        layer.kernels.carry(layer.pages, layer.parts, before, carried)
 
     def _turns(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """By how much changes of a layer's keys turn on their way, cosine and sine
