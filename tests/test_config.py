@@ -62,6 +62,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "namespaces_trust_programs": False,
         "audit": AuditOptions().model_dump(),
         "tier": None,
+        "beside": None,
     }
     assert set(RequestOptions.model_fields) < set(SegReuseConfig.model_fields)
     assert SegReuseConfig(policy="auto") == SegReuseConfig()

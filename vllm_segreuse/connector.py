@@ -232,7 +232,7 @@ class SegReuseConnector(KVConnectorBase_V1):
         """The step's metadata, which vLLM does not find meanwhile: the attention layers of our own
         pass must not call a connector's per-layer hooks."""
         metadata = self._step
-        self.clear_connector_metadata()
+        super().clear_connector_metadata()
         try:
             yield metadata
         finally:

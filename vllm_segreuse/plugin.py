@@ -115,13 +115,13 @@ def _install_engine() -> None:
         scheduler,
         worker,
     )
-    from vllm_segreuse.config.launch import names_connector
+    from vllm_segreuse.config.launch import runs_alone
     from vllm_segreuse.engine.version import require_supported_vllm
 
     require_supported_vllm()
     engine_core.install()
     model_runner.install(_pass_bytes)
-    omp_processes.install(names_connector)
+    omp_processes.install(runs_alone)
     prefix_cache_stats.install()
     sampler.install()
     scheduler.install()

@@ -47,6 +47,8 @@ def connector(**side: Any) -> SimpleNamespace:
         "take_requests": lambda running, waiting, is_paused: [],
         "take_failed": list,
         "resetting": list,
+        "processed": lambda: None,
+        "holds": lambda request_id: False,
     }
     return SimpleNamespace(scheduler_side=SimpleNamespace(**nothing | side))
 
@@ -184,6 +186,7 @@ class Scheduler:
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
+        self.defer_block_free = False
         self.held = [
             request("WAITING_FOR_REMOTE_KVS"),
             request("WAITING_FOR_REMOTE_KVS", preemptions=1),

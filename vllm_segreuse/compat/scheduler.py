@@ -5,6 +5,7 @@
   ended in the same step and its report has left. Here it is passed on first.
 - A reset that preempts running requests raises if others are set aside for what they load: their
   blocks are held. Here their plans are called back, and they wait as if they had just arrived.
+- Nor may they be called back while another engine reads or writes blocks.
 - A connector cannot add requests or end one with an error. Here ours adds what audits and cold
   documents need, and ends requests that must not run without their documents.
 - An answer may end among accepted drafts. vLLM 0.32 without asynchronous scheduling counts those
@@ -44,6 +45,8 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         side = scheduler_side(self.connector)
+        if side is not None:
+            side.processed()
         output = model_runner_output.kv_connector_output
         if side is not None and output is not None:
             reported = output.kv_connector_worker_meta
@@ -122,20 +125,27 @@ def _reset_prefix_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         side = scheduler_side(self.connector)
         if side is not None:
             _abort(self, side.resetting())
-        if reset_running_requests and side is not None and not _is_in_vain(self):
+        if reset_running_requests and side is not None and not _is_in_vain(self, side):
             _call_back(self, side)
         return original(self, reset_running_requests, *args, **kwargs)
 
     return reset_prefix_cache
 
 
-def _is_in_vain(scheduler: Any) -> bool:
-    """Whether a streaming session waits for its next part. It keeps its blocks, so vLLM's reset
-    fails: nobody's plan is called back for it."""
+def _is_in_vain(scheduler: Any, side: Any) -> bool:
+    """Whether vLLM's reset fails whatever is called back: nobody's plan is, then.
+
+    A streaming session that waits for its next part keeps its blocks; so does a request whose
+    blocks another engine reads or writes, and one whose blocks vLLM frees late.
+    """
     from vllm.v1.request import RequestStatus
 
     idle = RequestStatus.WAITING_FOR_STREAMING_REQ
-    return any(request.status == idle for request in scheduler.kv_holding_waiting)
+    return (
+        bool(scheduler.defer_block_free)
+        or any(request.status == idle for request in scheduler.kv_holding_waiting)
+        or any(side.holds(request_id) for request_id in scheduler.requests)
+    )
 
 
 def _abort(scheduler: Any, request_ids: list[str]) -> None:

@@ -13,6 +13,7 @@ from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.compat import kv_cache_manager, triton_dispatcher
+from vllm_segreuse.compat.block_events import Naming
 from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.features import having
@@ -30,7 +31,7 @@ from vllm_segreuse.scheduling.feature import Features
 from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.methods import Methods
 from vllm_segreuse.scheduling.parts import Parts
-from vllm_segreuse.scheduling.planner import Planner
+from vllm_segreuse.scheduling.planner import BlockPins, Planner
 from vllm_segreuse.scheduling.reporting import Accounts
 from vllm_segreuse.scheduling.scheduler import SchedulerSide
 
@@ -111,7 +112,7 @@ def _parts(making: Making, features: Features) -> Parts:
     make_room = making.earlier(FrozenDocuments).freezing.make_room
     planner = Planner(
         core.requests,
-        core.pool,
+        _pins(core, features),
         make_room,
         budget,
         core.health,
@@ -121,14 +122,25 @@ def _parts(making: Making, features: Features) -> Parts:
         on_match=functools.partial(core.stats.observe, "match_seconds"),
         tier=store,
     )
+    naming: Naming = ExactNames(core.requests, planner, core.block_size)
+    for feature in features.having("naming"):
+        naming = feature.naming(naming)
     core.pool.attach(
-        ExactNames(core.requests, planner, core.block_size),
+        naming,
         budget,
         make_room,
         features.listeners(donors),
         keeps_evicted=store is not None,
     )
     return Parts(core, methods, Accounts(core.stats, layers), features, donors, planner)
+
+
+def _pins(core: Core, features: Features) -> BlockPins:
+    """Who holds the donors of plans."""
+    pins: BlockPins = core.pool
+    for feature in features.having("pins"):
+        pins = feature.pins(pins)
+    return pins
 
 
 def _step_tokens(core: Core) -> int:

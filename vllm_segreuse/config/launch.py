@@ -5,6 +5,7 @@ All ways in end in one `KVTransferConfig` that names our connector. Its role is 
 vLLM's scheduler takes consumers and `kv_both` for connectors that fill blocks behind its back, and
 then defers the freeing of blocks and accepts multimodal requests without their tensors
 (`v1/core/sched/scheduler.py`, `config/vllm.py`). Ours copies on the device, in stream order.
+A transfer connector beside ours (`beside`) brings a role of its own.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine.version import require_supported_vllm
+from vllm_segreuse.features.transfer.options import BesideOptions, TransferServer
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 
 CONNECTOR = "SegReuseConnector"
 CONNECTOR_MODULE = "vllm_segreuse.connector"
+TRANSFER_CONNECTOR = "SegReuseTransferConnector"
+TRANSFER_MODULE = "vllm_segreuse.transfer_connector"
+"""Of an engine with a transfer connector beside ours (`features/transfer/`)."""
+
 KV_ROLE = "kv_producer"
 
 _ALONE = (
     "segment reuse cannot run beside another KV connector: the other one would store reused KV, "
-    "which is approximate, under exact names"
+    "which is approximate, under exact names (a transfer connector is hosted: option beside)"
 )
 
 
@@ -38,11 +44,12 @@ def kv_transfer_config(options: Mapping[str, Any]) -> "KVTransferConfig":
     require_supported_vllm()
     from vllm.config import KVTransferConfig
 
-    SegReuseConfig.from_options(options)
+    beside = TransferServer.of(SegReuseConfig.from_options(options)).beside
+    role = beside.kv_role if beside is not None else None
     return KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role=KV_ROLE,
+        kv_role=role or KV_ROLE,
         kv_connector_extra_config=dict(options),
     )
 
@@ -51,7 +58,13 @@ def names_connector(config: "KVTransferConfig | Mapping[str, Any] | None") -> bo
     """Whether `config` names our connector, directly or inside a MultiConnector."""
     if config is None:
         return False
-    return bool(_as_config(config).has_connector(CONNECTOR))
+    config = _as_config(config)
+    return any(config.has_connector(name) for name in (CONNECTOR, TRANSFER_CONNECTOR))
+
+
+def runs_alone(config: "KVTransferConfig | None") -> bool:
+    """Whether `config` names our connector, and no transfer connector beside it."""
+    return config is not None and config.kv_connector == CONNECTOR
 
 
 def _as_config(config: "KVTransferConfig | Mapping[str, Any]") -> "KVTransferConfig":
@@ -98,21 +111,16 @@ def check_config(
             reach.
     """
     config = _as_config(config)
-    if config.kv_connector != CONNECTOR:
+    if config.kv_connector not in (CONNECTOR, TRANSFER_CONNECTOR):
         raise ConfigError(f"{_ALONE}; name {CONNECTOR} alone instead of in a {config.kv_connector}")
-    if config.kv_role != KV_ROLE:
-        raise ConfigError(
-            f"kv_role={config.kv_role}: with it vLLM frees blocks late, and cannot reset the cache "
-            f'while requests run: write "kv_role": "{KV_ROLE}" in --kv-transfer-config'
-        )
     if offloading is not None:
         config.kv_connector_extra_config = _offloading_to_tier(
             config.kv_connector_extra_config, offloading
         )
-    SegReuseConfig.from_options(
+    checked = SegReuseConfig.from_options(
         config.kv_connector_extra_config, source="kv_connector_extra_config"
     )
-    config.kv_connector_module_path = config.kv_connector_module_path or CONNECTOR_MODULE
+    _check_transfer(config, TransferServer.of(checked).beside)
 
     import vllm.envs
 
@@ -121,6 +129,35 @@ def check_config(
             "segment reuse checks requests in the Python API server: unset VLLM_USE_RUST_FRONTEND"
         )
     return config
+
+
+def _check_transfer(config: "KVTransferConfig", beside: BesideOptions | None) -> None:
+    """Checks role and transfer connector, and completes `config` with the class that runs them.
+
+    Raises:
+        ConfigError: the role is no transfer connector's, or there is none; or it cannot be hosted.
+    """
+    if beside is None:
+        if config.kv_role != KV_ROLE:
+            raise ConfigError(
+                f"kv_role={config.kv_role}: with it vLLM frees blocks late, and cannot reset the "
+                f'cache while requests run: write "kv_role": "{KV_ROLE}" in --kv-transfer-config'
+            )
+        config.kv_connector = CONNECTOR
+        config.kv_connector_module_path = config.kv_connector_module_path or CONNECTOR_MODULE
+        return
+    # Imported here: it loads vLLM's connectors.
+    from vllm_segreuse.features.transfer.hosted import connector_class, transfer_config
+
+    if beside.kv_role not in (None, config.kv_role):
+        raise ConfigError(
+            f"beside.kv_role={beside.kv_role}, and kv_role={config.kv_role} in "
+            "--kv-transfer-config: give both the same, or drop beside.kv_role"
+        )
+    if beside.kv_load_failure_policy is not None:
+        config.kv_load_failure_policy = beside.kv_load_failure_policy
+    connector_class(transfer_config(beside, config))
+    config.kv_connector, config.kv_connector_module_path = TRANSFER_CONNECTOR, TRANSFER_MODULE
 
 
 def _offloading_to_tier(options: Mapping[str, Any], flags: KvOffloading) -> dict[str, Any]:

@@ -32,6 +32,7 @@ FEATURES = (
     "vllm_segreuse.features.coalescing",
     "segreuse_extras.healing",
     "vllm_segreuse.features.tier",
+    "vllm_segreuse.features.transfer",
     "segreuse_extras.explain",
     "segreuse_extras.tracing",
     "segreuse_extras.viewer",

@@ -3,8 +3,8 @@
 
     a request   identify ─► finder ─► admit ─► searched ─► waits ─► (planner) ─► decided
                 ─► allocated ─► outcome ─► carried_out ─► finished
-    a step      end_step: message to the workers      reported: message from them
-    an engine   learned ─► status, has_pending_work ─► close
+    a step      end_step: message to the workers      processed, reported: message from them
+    an engine   naming, pins ─► learned ─► status, has_pending_work ─► close
 
 A feature overrides what it needs. `SchedulerSide` calls a hook of those features only that have it,
 in the order of their list; `decided` in the reverse order, so that the first feature has the last
@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.images import PromptImages
-from vllm_segreuse.compat.block_events import BlockListener
+from vllm_segreuse.compat.block_events import BlockListener, Naming
 from vllm_segreuse.options.parsing import ParsedRequest
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.donors import Follower
 from vllm_segreuse.scheduling.methods import Methods
+from vllm_segreuse.scheduling.planner import BlockPins
 from vllm_segreuse.scheduling.tracked import Bypass, Report, TrackedRequest, Use
 
 if TYPE_CHECKING:
@@ -194,8 +195,20 @@ class Feature:
     def finished(self, ending: Ending) -> None:
         """It ends."""
 
+    def holds(self, request_id: str) -> bool:
+        """Whether others read or write its blocks: they cannot be taken from it."""
+        return False
+
     def called_back(self, request_id: str) -> None:
         """Its plan is not carried out, and it starts anew without reuse."""
+
+    def naming(self, inner: Naming) -> Naming:
+        """Who tells the block pool which blocks are exact: `inner`, or another."""
+        return inner
+
+    def pins(self, inner: BlockPins) -> BlockPins:
+        """Who holds the donors of plans: `inner`, or another."""
+        return inner
 
     def end_step(self, plans: Sequence[ReusePlan], runs_model: bool) -> Any:
         """A scheduling step is over: the message to the workers; None: there is none.
@@ -205,6 +218,9 @@ class Feature:
             runs_model: whether it has a forward.
         """
         return None
+
+    def processed(self) -> None:
+        """The oldest step that is under way is over; what it has computed is there."""
 
     def reported(self, message: Any) -> None:
         """The workers' message."""

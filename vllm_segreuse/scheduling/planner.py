@@ -198,6 +198,14 @@ class Planner:
             tracked.donates_nothing()
             tracked.restores = False
 
+    def leave(self, request_id: str) -> None:
+        """Others supply the request from here on: it has no plan, and donates nothing."""
+        self._drop(request_id)
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.plan = tracked.observed = None
+            tracked.donates_nothing()
+
     def call_back(self, request_id: str) -> None:
         """The blocks of a request are taken from it: it starts anew, without reuse."""
         tracked = self._requests.get(request_id)

@@ -51,6 +51,7 @@ class SchedulerSide:
             for it in features.having("end_step")
         ]
         self._pending = features.having("has_pending_work")
+        self._holding, self._processing = features.having("holds"), features.having("processed")
         self._own = [it for it in features if isinstance(it, OwnRequests)]
         self._admission, self._outcomes = Admission(parts), Outcomes(parts)
         self._called_back: list[str] = []
@@ -121,6 +122,15 @@ class SchedulerSide:
             tracked.left_behind.block_ids,
         )
         return self._planner.decide(tracked, num_hit_tokens, request.num_tokens, prefix)
+
+    @contained(otherwise=None)
+    def leave(self, request: Request) -> None:
+        """Another connector supplies the request: it has no plan, and donates nothing."""
+        self._planner.leave(request.request_id)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether others read or write a request's blocks, so that they cannot be taken from it."""
+        return any(feature.holds(request_id) for feature in self._holding)
 
     @contained(otherwise=None)
     def allocated(self, request: Request, block_ids: list[int]) -> None:
@@ -208,6 +218,12 @@ class SchedulerSide:
                     messages[feature.name] = message
         called_back, self._called_back = self._called_back, []
         return Step(plans, called_back, messages)
+
+    def processed(self) -> None:
+        """The oldest step that is under way is over."""
+        for feature in self._processing:
+            with self._core.health.contained(f"the end of a step of {feature.name}"):
+                feature.processed()
 
     @property
     def has_pending_work(self) -> bool:
