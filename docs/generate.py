@@ -42,6 +42,7 @@ def main(folder: Path) -> None:
             similarity_options,
             audit_options,
             tier_options,
+            beside_options,
             policies,
         ),
         *(metrics, start_up_errors, request_errors, admin_errors, patches),
@@ -119,6 +120,13 @@ def tier_options() -> str:
     from vllm_segreuse.features.tier.options import TierOptions
 
     return _options(TierOptions)
+
+
+def beside_options() -> str:
+    """Keys of the server's option `beside`."""
+    from vllm_segreuse.features.transfer.options import BesideOptions
+
+    return _options(BesideOptions)
 
 
 SIZED = {
@@ -307,7 +315,8 @@ def start_up_errors() -> str:
     for file in sources.files("features/knowledge"):
         names = START_UP | ({"RuntimeError"} if file.parent.name == "compat" else set())
         texts += (text for _, text in sources.raised(file, names))
-    texts += sources.faults(PACKAGE / "engine" / "supported.py")
+    for place in ("engine/supported.py", "features/transfer/refusals.py"):
+        texts += sources.faults(PACKAGE / place)
     return _table(("message",), [(text,) for text in sorted(set(texts), key=str.lower)])
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ FEATURES = {
 NEEDS = {
     "fp8_cache": "vLLM keeps fp8 KV caches only on CPUs with AVX-512 or AMX",
     "amx": "vLLM has a prefix cache for latent attention (MLA) only on CPUs with AMX",
+    "nixl": "NIXL is not installed: pip install --no-deps nixl nixl-cu12",
 }
 """What `needs` may name: what not every machine has, and why a test is left out there."""
 
@@ -96,6 +98,8 @@ def leave_out(item: pytest.Item) -> None:
 @cache
 def has(name: str) -> bool:
     """Whether this machine has one of `NEEDS`, as vllm/v1/attention/backends/cpu_attn.py asks."""
+    if name == "nixl":
+        return find_spec("nixl") is not None
     import torch
 
     has_amx = bool(torch.cpu._is_amx_tile_supported())

@@ -21,6 +21,7 @@ from segreuse_extras.similar.options import SimilarityOptions
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.config.metrics import METRICS
 from vllm_segreuse.features.tier.options import TierOptions
+from vllm_segreuse.features.transfer.options import BesideOptions
 from vllm_segreuse.scheduling.tracked import Report
 
 REPOSITORY = Path(__file__).parent.parent
@@ -58,6 +59,8 @@ def test_every_option_is_in_the_table_of_its_kind(tables: dict[str, list[list[st
     assert similarity == list(SimilarityOptions.model_fields)
     assert [row[0].strip("`") for row in tables["audit_options"]] == list(AuditOptions.model_fields)
     assert [row[0].strip("`") for row in tables["tier_options"]] == list(TierOptions.model_fields)
+    beside = [row[0].strip("`") for row in tables["beside_options"]]
+    assert beside == list(BesideOptions.model_fields)
 
 
 def test_an_option_has_its_range_default_and_meaning(tables: dict[str, list[list[str]]]) -> None:
@@ -100,6 +103,7 @@ def test_what_refuses_a_start_is_listed(tables: dict[str, list[list[str]]]) -> N
     assert any("for which vLLM has no prefix cache on CPUs without AMX" in it for it in messages)
     assert any("unset VLLM_USE_RUST_FRONTEND" in it for it in messages)
     assert any(it.startswith("vllm-segreuse supports vLLM") for it in messages)
+    assert any("remove tier, or give it to the prefill engines" in it for it in messages)
 
 
 def test_every_status_of_the_administrators_routes_is_listed(

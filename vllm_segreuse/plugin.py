@@ -69,15 +69,19 @@ def _configured(
     transfer: Any, offloading_gib: float | None, backend: str
 ) -> tuple[Any, Check] | None:
     """An engine's configuration is made; see `compat.engine_args.Configure`."""
-    from vllm_segreuse.config.launch import KvOffloading, check_config, cuts_of, names_connector
-    from vllm_segreuse.engine import supported
+    from vllm_segreuse.config.launch import (
+        KvOffloading,
+        check_config,
+        check_engine,
+        names_connector,
+    )
 
     if not names_connector(transfer):
         return None
     enable()
     offloading = None if offloading_gib is None else KvOffloading(offloading_gib, backend)
     checked = check_config(transfer, offloading=offloading)
-    return checked, lambda config: supported.check_config(config, cuts_of(checked))
+    return checked, lambda config: check_engine(config, checked)
 
 
 def _install_front_end() -> None:

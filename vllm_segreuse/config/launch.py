@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.engine import supported
 from vllm_segreuse.engine.version import require_supported_vllm
+from vllm_segreuse.features import having
 from vllm_segreuse.features.transfer.options import BesideOptions, TransferServer
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 CONNECTOR = "SegReuseConnector"
 CONNECTOR_MODULE = "vllm_segreuse.connector"
@@ -79,6 +81,22 @@ def cuts_of(config: "KVTransferConfig | None") -> tuple[int, ...]:
     if config is None or not names_connector(config):
         return ()
     return SegReuseConfig.from_options(config.kv_connector_extra_config).cuts
+
+
+def check_engine(vllm_config: "VllmConfig", transfer: "KVTransferConfig") -> None:
+    """Refuse an engine's configuration before a model is loaded, where that is enough to know it.
+
+    Args:
+        vllm_config: the engine's.
+        transfer: as `check_config` has returned it.
+
+    Raises:
+        RefusedError: naming the first reason and the way out.
+    """
+    options = SegReuseConfig.from_options(transfer.kv_connector_extra_config)
+    supported.check_config(vllm_config, options.cuts)
+    for module in having("refusals"):
+        module.check(vllm_config, options)
 
 
 class KvOffloading(NamedTuple):

@@ -79,7 +79,7 @@ class BesideOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kv_connector: Annotated[str, BeforeValidator(_name)]
+    kv_connector: Annotated[str, BeforeValidator(_name)] = ""
     """Its class: `NixlConnector`, `NixlPushConnector`, or another that is declared `name_free`."""
 
     kv_connector_module_path: Annotated[str | None, BeforeValidator(_text)] = None
@@ -114,13 +114,12 @@ class BesideOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:
-        given = only_known(data, cls.model_fields, ", or null")
-        if "kv_connector" not in given:
-            raise ValueError("needs kv_connector, the name of the connector")
-        return given
+        return only_known(data, cls.model_fields, ", or null")
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:
+        if not self.kv_connector:
+            raise ValueError("needs kv_connector, the name of the connector")
         is_nixl = self.kv_connector in NIXL and self.kv_connector_module_path is None
         if not is_nixl and not self.name_free:
             raise ValueError(
