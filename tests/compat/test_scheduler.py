@@ -253,6 +253,36 @@ def test_nobody_is_called_back_for_a_reset_that_fails() -> None:
     assert {r.num_computed_tokens for r in scheduler.held} == {0, 8}
 
 
+@pytest.mark.parametrize("held", ["0", "3", "5"])
+def test_nobody_is_called_back_while_another_engine_has_blocks(held: str) -> None:
+    """Of a request that waits for them, or has ended."""
+    called: list[Any] = []
+    side = connector(call_back=called.append, holds=lambda request_id: request_id == held)
+    scheduler = Scheduler(side)
+    assert _reset_prefix_cache(lambda self, running: "reset")(scheduler, True) == "reset"
+    assert scheduler.freed == called == []
+
+
+def test_nobody_is_called_back_where_blocks_are_freed_late() -> None:
+    called: list[Any] = []
+    scheduler = Scheduler(connector(call_back=called.append))
+    scheduler.defer_block_free = True
+    assert _reset_prefix_cache(lambda self, running: "reset")(scheduler, True) == "reset"
+    assert scheduler.freed == called == []
+
+
+def test_a_step_is_over_before_its_outputs_are_looked_at() -> None:
+    happened: list[str] = []
+    side = connector(
+        processed=lambda: happened.append("over"), reported=lambda *_: happened.append("reported")
+    )
+    scheduler = SimpleNamespace(connector=side, requests={}, **IDLE)
+    wrapped = _update_from_output(lambda *_: happened.append("updated"))
+    wrapped(scheduler, None, output({}))
+    wrapped(scheduler, None, SimpleNamespace(kv_connector_output=None))
+    assert happened == ["over", "reported", "updated", "over", "updated"]
+
+
 def test_the_parts_of_vllms_scheduler_that_a_reset_touches_are_there() -> None:
     """They are made in its constructor, which needs an engine's configuration."""
     from vllm.v1.core.sched.scheduler import Scheduler as Real
@@ -272,6 +302,7 @@ def test_the_parts_of_vllms_scheduler_that_a_reset_touches_are_there() -> None:
         "_inflight_prefills",
         "kv_cache_manager",
         "num_spec_tokens",
+        "defer_block_free",
     }
     assert hasattr(Real, "kv_holding_waiting") or "kv_holding_waiting" in made
 

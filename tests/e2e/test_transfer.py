@@ -283,7 +283,7 @@ def test_nothing_that_was_handed_over_donates(decoding: Engine, approximate: Cas
     [None, "640", -1, True, 640.0, [640]],
     ids=["dropped", "text", "-1", "true", "640.0", "list"],
 )
-def test_nothing_is_exact_where_a_router_has_lost_or_changed_the_key(
+def test_38_nothing_is_exact_where_a_router_has_lost_or_changed_the_key(
     decoding: Engine, cases: list[Case], told: Any
 ) -> None:
     for case in (cases[0], cases[5], cases[-1]):
@@ -330,7 +330,7 @@ def test_decoding_behind_exact_kv_is_named(decoding: Engine, cases: list[Case]) 
 # What goes wrong.
 
 
-def test_a_preempted_request_computes_all_of_it_and_is_exact(
+def test_38_a_preempted_request_computes_all_of_it_and_is_exact(
     decoding: Engine, approximate: Case
 ) -> None:
     name = submit(decoding, "one", approximate.prompt, approximate.decoding(), max_tokens=40)
@@ -349,7 +349,7 @@ def test_a_preempted_request_computes_all_of_it_and_is_exact(
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_an_abort_while_blocks_are_on_their_way_leaks_nothing(
+def test_38_an_abort_while_blocks_are_on_their_way_leaks_nothing(
     decoding: Engine, approximate: Case, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     worker = _worker_of(decoding)
@@ -376,7 +376,7 @@ def _worker_of(running: Engine) -> Any:
 
 @pytest.mark.parametrize("reports_blocks", [False, True], ids=["request", "blocks"])
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
-def test_kv_that_does_not_arrive_is_computed_or_fails_the_request(
+def test_38_kv_that_does_not_arrive_is_computed_or_fails_the_request(
     decoding: Engine,
     approximate: Case,
     monkeypatch: pytest.MonkeyPatch,
@@ -398,7 +398,7 @@ def test_kv_that_does_not_arrive_is_computed_or_fails_the_request(
     assert_same(decoding.ask(approximate.prompt)[0], approximate.cold, NOISE)
 
 
-def test_blocks_that_are_being_filled_are_not_taken_by_a_reset(
+def test_38_blocks_that_are_being_filled_are_not_taken_by_a_reset(
     decoding: Engine, approximate: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_worker_of(decoding), "steps", 4)
@@ -417,20 +417,3 @@ def drain_unchecked(running: Engine) -> dict[str, Answer]:
             if output.finished:
                 answers[output.request_id] = _answer(output)
     return answers
-
-
-def test_statistics_of_both_reach_the_metrics(decoding: Engine, approximate: Case) -> None:
-    from vllm.v1.metrics.loggers import PrometheusStatLogger  # noqa: F401 - what reads them
-
-    connector = type(decoding.scheduler.connector)
-    asked(decoding, approximate)
-    worker: Any = _worker_of(decoding)
-    worker.stats.data = {"blocks": 3}
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    counted = get_kv_transfer_group().get_kv_connector_stats()
-    sent = counted.to_dict()
-    name = "tests.e2e.folder_connector:FolderConnector"
-    assert sent[name] == {"blocks": 3}
-    again = connector.build_kv_connector_stats(sent)
-    assert again.data[name].data == {"blocks": 3}
