@@ -42,13 +42,18 @@ from vllm_segreuse.connector import (
     SegReuseMetadata,
     SegReuseWorkerMetadata,
 )
-from vllm_segreuse.features.transfer.hosted import connector_class, engine_config, made
+from vllm_segreuse.features.transfer.hosted import (
+    connector_class,
+    engine_config,
+    made,
+    transfer_config,
+)
 from vllm_segreuse.features.transfer.options import BesideOptions, TransferServer
 from vllm_segreuse.features.transfer.scheduler import EXACT_UNTIL, Transfers
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.forward_context import ForwardContext
@@ -242,6 +247,14 @@ class SegReuseTransferConnector(SegReuseConnector):
         super().register_kv_caches(kv_caches)
         self.beside.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Of vLLM 0.33: the engine goes to sleep."""
+        getattr(self.beside, "unregister_kv_caches")()  # noqa: B009 - not in 0.32
+
+    def restore_kv_caches(self) -> None:
+        """Of vLLM 0.33: it wakes up."""
+        getattr(self.beside, "restore_kv_caches")()  # noqa: B009 - not in 0.32
+
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
         self.beside.set_host_xfer_buffer_ops(copy_operation)
 
@@ -315,7 +328,7 @@ class SegReuseTransferConnector(SegReuseConnector):
         """One report of each worker, as plans are reported (`hosted.made`)."""
         return None
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:  # type: ignore[override]
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
         found = {
             _OURS: super().get_kv_connector_stats(),
             _full_name(type(self.beside)): self.beside.get_kv_connector_stats(),
@@ -324,9 +337,7 @@ class SegReuseTransferConnector(SegReuseConnector):
         return MultiKVConnectorStats(data=stats) if stats else None
 
     @classmethod
-    def build_kv_connector_stats(  # type: ignore[override]
-        cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         """Statistics that have come from another process as plain values."""
         made: dict[str, KVConnectorStats] = {}
         for name, counted in (data or {}).items():
@@ -337,9 +348,7 @@ class SegReuseTransferConnector(SegReuseConnector):
         return MultiKVConnectorStats(data=made)
 
     @classmethod
-    def build_prom_metrics(  # type: ignore[override]
-        cls, vllm_config: VllmConfig, *args: Any
-    ) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any) -> KVConnectorPromMetrics:
         seen = engine_config(_options(vllm_config), vllm_config)
         assert seen.kv_transfer_config is not None
         beside = connector_class(seen.kv_transfer_config)
@@ -351,6 +360,12 @@ class SegReuseTransferConnector(SegReuseConnector):
         return MultiKVConnectorPromMetrics(vllm_config, *args, prom_metrics=metrics)
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Of vLLM 0.33: whether the other connector follows KV caches through sleep."""
+        inner = transfer_config(_beside_of(kv_transfer_config), kv_transfer_config)
+        return bool(getattr(connector_class(inner), "supports_sleep_mode")(inner))  # noqa: B009
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         seen = engine_config(_options(vllm_config), vllm_config)
         assert seen.kv_transfer_config is not None
@@ -360,9 +375,12 @@ class SegReuseTransferConnector(SegReuseConnector):
 def _options(vllm_config: VllmConfig) -> BesideOptions:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    beside = TransferServer.of(
-        SegReuseConfig.from_options(transfer.kv_connector_extra_config)
-    ).beside
+    return _beside_of(transfer)
+
+
+def _beside_of(transfer: KVTransferConfig) -> BesideOptions:
+    options = SegReuseConfig.from_options(transfer.kv_connector_extra_config)
+    beside = TransferServer.of(options).beside
     assert beside is not None
     return beside
 

@@ -15,7 +15,7 @@ from vllm_segreuse.config import SegReuseConfig
 
 def diagnosed(folder: Path, **options: Any) -> Diagnosis:
     (folder / "config.json").write_text(json.dumps(FAMILIES["llama-3.1-8b"]["config"]))
-    args = EngineArgs(model=str(folder), dtype="bfloat16", max_model_len=4096)
+    args = EngineArgs(model=str(folder), dtype="bfloat16", max_model_len=4096, block_size=32)
     return diagnose(args, SegReuseConfig.from_options(options))
 
 

@@ -416,3 +416,19 @@ def test_the_layout_is_the_one_that_the_other_needs(
     )
     config = vllm_config(llama)
     assert SegReuseTransferConnector.get_required_kvcache_layout(config) == "LBHNC"
+
+
+def test_sleep_is_passed_on_where_vllm_asks(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 does."""
+    config, happened = vllm_config(llama), list[str]()
+    for name in ("unregister_kv_caches", "restore_kv_caches"):
+        monkeypatch.setattr(
+            FolderConnector, name, lambda self, name=name: happened.append(name), raising=False
+        )
+    sleeps = classmethod(lambda cls, config: config.kv_connector == "FolderConnector")
+    monkeypatch.setattr(FolderConnector, "supports_sleep_mode", sleeps, raising=False)
+    connector = SegReuseTransferConnector(config, WORKER, kv_cache(FULL))
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert happened == ["unregister_kv_caches", "restore_kv_caches"]
+    assert SegReuseTransferConnector.supports_sleep_mode(config.kv_transfer_config)

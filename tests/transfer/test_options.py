@@ -188,7 +188,9 @@ def test_a_declared_class_is_looked_at(name: str, complaint: str) -> None:
 
 def vllm_config(role: str, **given: Any) -> Any:
     model = SimpleNamespace(
-        is_multimodal_model=given.get("images", False), hf_config=SimpleNamespace()
+        is_multimodal_model=given.get("images", False),
+        enable_sleep_mode=given.get("sleeps", False),
+        hf_config=SimpleNamespace(),
     )
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig(kv_connector="c", kv_role=role),
@@ -243,6 +245,11 @@ def test_what_they_cannot_overwrite_is_not(role: str) -> None:
 def test_what_no_engine_can_have_is_refused(role: str) -> None:
     with pytest.raises(RefusedError, match="routed-experts"):
         refusals.check(vllm_config(role, experts=True), options())
+    if hasattr(KVConnectorBase_V1, "restore_kv_caches"):
+        refusals.check(vllm_config(role, sleeps=True), options())
+    else:
+        with pytest.raises(RefusedError, match=r"--enable-sleep-mode in vLLM 0\.32"):
+            refusals.check(vllm_config(role, sleeps=True), options())
     config = vllm_config(role)
     config.model_config.layout = "isolated"
     with pytest.raises(RefusedError, match="documents computed alone"):

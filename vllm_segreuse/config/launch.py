@@ -60,8 +60,8 @@ def names_connector(config: "KVTransferConfig | Mapping[str, Any] | None") -> bo
     """Whether `config` names our connector, directly or inside a MultiConnector."""
     if config is None:
         return False
-    config = _as_config(config)
-    return any(config.has_connector(name) for name in (CONNECTOR, TRANSFER_CONNECTOR))
+    found = _as_config(config)
+    return any(found.has_connector(name) for name in (CONNECTOR, TRANSFER_CONNECTOR))
 
 
 def runs_alone(config: "KVTransferConfig | None") -> bool:

@@ -66,17 +66,18 @@ def connector_class(config: KVTransferConfig) -> type[KVConnectorBase_V1]:
         found: Any = KVConnectorFactory.get_connector_class(config)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"beside: {config.kv_connector} cannot be loaded: {error}") from error
-    if not isinstance(found, type) or not issubclass(found, KVConnectorBase_V1):
+    if not issubclass(found, KVConnectorBase_V1):
         raise ConfigError(f"beside: {config.kv_connector} is no KVConnectorBase_V1")
-    for base in found.__mro__:
+    connector: type[KVConnectorBase_V1] = found
+    for base in connector.__mro__:
         if reason := refusal(base.__name__):
             raise ConfigError(f"beside: {config.kv_connector} cannot be hosted: {reason}")
-    if found.requires_piecewise_for_cudagraph(config.kv_connector_extra_config):
+    if connector.requires_piecewise_for_cudagraph(config.kv_connector_extra_config):
         raise ConfigError(
             f"beside: {config.kv_connector} loads or stores KV layer by layer, while the model "
             "runs; reused KV does not pass there: use a connector that hands whole blocks over"
         )
-    return found
+    return connector
 
 
 def made(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.features.transfer.options import TransferServer
@@ -35,6 +37,11 @@ def _faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             layout_of(model) is not None,
             "beside cannot be combined with a model that was trained on documents computed alone "
             "(segreuse.isolated_documents in its config.json): remove it",
+        ),
+        (
+            model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "restore_kv_caches"),
+            "beside cannot be combined with --enable-sleep-mode in vLLM 0.32, whose connectors do "
+            "not follow the KV cache when it is mapped anew: remove it, or install vLLM 0.33",
         ),
         (
             vllm_config.aux_output_config.enable_return_routed_experts,

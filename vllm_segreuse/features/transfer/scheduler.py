@@ -34,8 +34,8 @@ reads nothing but their own text."""
 
 def told_until(params: Mapping[str, Any] | None) -> int:
     """Tokens up to which KV that is received is exact, as its sender tells; 0: it does not."""
-    told = (params or {}).get(EXACT_UNTIL)
-    return told if is_int(told) and told > 0 else 0
+    told: Any = (params or {}).get(EXACT_UNTIL)
+    return max(int(told), 0) if is_int(told) else 0
 
 
 class Transfers(Feature):
