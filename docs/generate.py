@@ -206,7 +206,7 @@ def _yaml(value: object) -> str:
     if isinstance(value, tuple):
         return json.dumps(value)
     names = {type(None): "null", bool: str(value).lower()}
-    return names.get(type(value), str(value))
+    return names.get(type(value), str(value) or '""')
 
 
 def _owner(kind: type, name: str) -> type:

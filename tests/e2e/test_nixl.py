@@ -3,6 +3,7 @@
 that does not run segment reuse."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,12 @@ import pytest
 import yaml
 
 from bench.shapes import make_model
-from tests.e2e.engine import BLOCK_SIZE, Prompts
+from tests.e2e.engine import BLOCK_SIZE, Prompts, engine
 from tests.e2e.server import Server
 from vllm_segreuse.features.transfer.scheduler import EXACT_UNTIL
 
-pytestmark = [
-    pytest.mark.slow("three servers, and NIXL itself", instead="e2e/test_transfer"),
-    pytest.mark.needs("nixl"),
-    pytest.mark.patches("nixl", "scheduler", "block_pool"),
-]
+pytestmark = pytest.mark.needs("nixl")
+SLOW = pytest.mark.slow("three servers, and NIXL itself", instead="e2e/test_transfer")
 
 SIZES = ("--max-model-len", "2048", "--dtype", "float32")
 KEYS = {"extra_keys": ["t"], "segreuse_min_reused_tokens": 16}
@@ -85,6 +83,41 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+@pytest.fixture
+def _cores() -> Iterator[None]:
+    """NIXL takes a core away from the process that it runs in."""
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.usefixtures("_cores")
+@pytest.mark.patches("nixl")
+def test_an_engine_beside_nixl_shakes_hands_with_its_like_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker, metadata
+
+    for name, value in environment(25900).items():
+        monkeypatch.setenv(name, value)
+    beside = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+    with engine("qwen3", {"beside": beside}, dtype="float32", max_model_len=1024) as running:
+        connector: Any = get_kv_transfer_group()
+        worker = connector.beside.connector_worker
+        ours, plain = (
+            module.compute_nixl_compatibility_hash(worker.vllm_config, worker.backend_name)
+            for module in (base_worker, metadata)
+        )
+        assert worker.compat_hash == ours != plain
+        text = Prompts(running.vocab_size, seed=53)
+        document = text.tokens(200)
+        running.ask(document, options=KEYS, max_tokens=1)
+        [answer] = running.ask(text.around(document), options=KEYS)
+        assert answer.report["reused_tokens"] > 0
+
+
+@SLOW
 def test_a_decode_server_answers_as_one_server_does(prefill: Server, tmp_path: Path) -> None:
     text = Prompts(4096, seed=51)
     documents = [text.tokens(n) for n in (200, 150, 260)]
@@ -112,6 +145,7 @@ def test_a_decode_server_answers_as_one_server_does(prefill: Server, tmp_path: P
         assert "NIXL compatibility check passed" in decode.log_text()
 
 
+@SLOW
 def test_a_decode_server_without_segment_reuse_is_refused(prefill: Server) -> None:
     prompt = Prompts(4096, seed=52).tokens(200)
     with without_reuse(25800) as decode:

@@ -4,7 +4,7 @@ for approximate KV, whatever gets lost on the way."""
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ NUM_MIXED, NUM_PLAIN = 32, 10
 def beside(folder: Path, role: str, **options: Any) -> dict[str, Any]:
     """Options of an engine whose KV comes and goes by a folder."""
     return {
-        "spread_tokens": 0,
+        "spread_tokens": 0 if role == "kv_consumer" else 48,
         "beside": {
             "kv_connector": "FolderConnector",
             "kv_connector_module_path": "tests.e2e.folder_connector",
@@ -134,6 +134,10 @@ def cases(folder: Path) -> list[Case]:
             running.check_idle()
             found.append(case)
         _check_prefill_engine(running, found)
+        _abort_while_it_prefills(running, found[0])
+        _reset_while_it_sends(running, found[0])
+        spread = _handed_over_behind_others(running, known, found[1])
+        found.append(spread)
     return found
 
 
@@ -150,6 +154,51 @@ def _check_prefill_engine(running: Engine, found: list[Case]) -> None:
     assert len(written) == len(found)
     assert theirs.heard["sent"] == {case.params["remote_request_id"] for case in found}
     assert theirs.heard["loaded"] == set()
+
+
+def _abort_while_it_prefills(running: Engine, case: Case) -> None:
+    """Its router has gone: nothing is handed over."""
+    written = len(theirs(running).reports)
+    name = submit(running, "aborted", case.prompt, case.options | PREFILL, max_tokens=8)
+    running.llm.llm_engine.step()
+    abort(running, name)
+    settle(running)
+    running.check_idle()
+    assert len(theirs(running).reports) == written
+
+
+def _reset_while_it_sends(running: Engine, case: Case) -> None:
+    """Blocks that are read are not taken."""
+    submit(running, "sent", case.prompt, case.options | PREFILL, max_tokens=1)
+    while running.llm.llm_engine.has_unfinished_requests():
+        running.llm.llm_engine.step()
+    assert running.pool.get_num_free_blocks() < running.pool.num_gpu_blocks - 1
+    assert not running.llm.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        running.llm.reset_prefix_cache(reset_running_requests=True)
+    settle(running)
+    running.check_idle()
+
+
+def _handed_over_behind_others(running: Engine, known: list[list[int]], case: Case) -> Case:
+    """The same request, whose plan takes several steps since another one decodes."""
+    _only_documents(running, known)
+    other = submit(running, "decodes", known[0][:20], None, max_tokens=400, ignore_eos=True)
+    for _ in range(2):
+        running.llm.llm_engine.step()
+    name = submit(running, "spread", case.prompt, case.options | PREFILL, max_tokens=1)
+    params, set_aside = None, 0
+    while params is None:
+        ended = [it for it in running.llm.llm_engine.step() if it.finished]
+        params = next((it.kv_transfer_params for it in ended), None)
+        request = running.scheduler.requests.get(name)
+        set_aside += request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS"
+    assert set_aside > 1, "its plan took several steps"
+    abort(running, other)
+    settle(running)
+    running.check_idle()
+    assert theirs(running).heard["loaded"] == set(), "the other connector loaded nothing"
+    return replace(case, params=dict(params), ends_behind_document=False)
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +226,12 @@ def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
 def approximate(cases: list[Case]) -> Case:
     """One whose KV is exact in front only."""
     return next(case for case in cases if case.exact >= 2 * BLOCK_SIZE and case.is_approximate)
+
+
+@pytest.fixture
+def exact(cases: list[Case]) -> Case:
+    """One of several blocks, whose KV is exact."""
+    return next(c for c in cases if not c.is_approximate and len(c.prompt) > 4 * BLOCK_SIZE)
 
 
 def exact_names(running: Engine) -> set[bytes]:
@@ -284,9 +339,9 @@ def test_nothing_that_was_handed_over_donates(decoding: Engine, approximate: Cas
     ids=["dropped", "text", "-1", "true", "640.0", "list"],
 )
 def test_38_nothing_is_exact_where_a_router_has_lost_or_changed_the_key(
-    decoding: Engine, cases: list[Case], told: Any
+    decoding: Engine, cases: list[Case], exact: Case, told: Any
 ) -> None:
-    for case in (cases[0], cases[5], cases[-1]):
+    for case in (cases[0], cases[5], exact):
         decoding.reset()
         params = case.params | {EXACT_UNTIL: told}
         if told is None:
@@ -320,10 +375,10 @@ def test_decoding_behind_approximate_kv_leaves_no_exact_name(
     assert exact_names(decoding) == names_of(decoding, approximate.prompt[: approximate.exact])
 
 
-def test_decoding_behind_exact_kv_is_named(decoding: Engine, cases: list[Case]) -> None:
-    case, more = cases[-1], {"max_tokens": 3 * BLOCK_SIZE, "ignore_eos": True}
-    answer = decoding.ask(case.prompt, options=case.decoding(), **more)[0]
-    whole = case.prompt + answer.token_ids
+def test_decoding_behind_exact_kv_is_named(decoding: Engine, exact: Case) -> None:
+    more = {"max_tokens": 3 * BLOCK_SIZE, "ignore_eos": True}
+    answer = decoding.ask(exact.prompt, options=exact.decoding(), **more)[0]
+    whole = exact.prompt + answer.token_ids
     assert exact_names(decoding) == names_of(decoding, whole[:-1])
 
 
