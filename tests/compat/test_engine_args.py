@@ -13,6 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_segreuse
 from vllm_segreuse import plugin
 from vllm_segreuse.compat import envs
+from vllm_segreuse.config import launch
 from vllm_segreuse.engine import supported
 from vllm_segreuse.options.server import ConfigError
 
@@ -35,6 +36,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineArgs, "create_engine_config", original)
     monkeypatch.setattr(EngineArgs, "add_cli_args", own_parser)
     monkeypatch.setattr(EngineArgs, "from_cli_args", own_arguments)
+    monkeypatch.setattr(launch, "having", lambda file: [])  # refusals, which look at a model
     plugin.register()
 
 
@@ -75,6 +77,17 @@ def test_our_connector_enables_before_the_engine_exists(
 
 
 @pytest.mark.usefixtures("enabled")
+def test_features_refuse_before_the_engine_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    refusing = SimpleNamespace(check=lambda *given: asked.extend(given))
+    monkeypatch.setattr(supported, "check_config", lambda *given: None)
+    monkeypatch.setattr(launch, "having", lambda file: [refusing] * (file == "refusals"))
+    made = create(vllm_segreuse.kv_transfer_config(policy="shift"))
+    found, options = asked
+    assert found is made
+    assert options.policy == "shift"
+
+
 def test_the_layers_of_boundary_states_are_checked_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
     monkeypatch.setattr(supported, "check_config", lambda *given: checked.extend(given))
