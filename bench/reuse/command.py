@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         raise harness.BenchError("nothing was measured")
     result = figures(found)
-    result["summary"] = setting | result["summary"]
+    result["summary"] = {**setting, **result["summary"]}
     shown = [{name: row.get(name) for name in COLUMNS} for row in result["rows"]]
     where |= {"interrupted": not done}
     harness.report("reuse", where, {"rows": shown, "summary": result["summary"]})

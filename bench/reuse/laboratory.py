@@ -70,7 +70,7 @@ class Laboratory:
         self, model: Path, chooser: Path | None, dtype: str, which: str, most: int
     ) -> None:
         self._decoder = Decoder.load(model, getattr(torch, dtype))
-        self._chooser = chooser and Decoder.load(chooser, getattr(torch, dtype))
+        self._chooser = None if chooser is None else Decoder.load(chooser, getattr(torch, dtype))
         self._prompts = Prompts(self._decoder.tokenizer)
         self._which, self._most = which, most
         self._draw = lru_cache(maxsize=64)(self._drawn)
@@ -81,7 +81,9 @@ class Laboratory:
         if example is None:
             return
         asked = in_full(self._decoder, self._prompts, example)
-        second = self._chooser and in_full(self._chooser, self._prompts, example)
+        second = None
+        if self._chooser is not None:
+            second = in_full(self._chooser, self._prompts, example)
         for source in wanted.sources:
             scene = self._scene(example, asked, second, source, number)
             yield Record(
