@@ -79,9 +79,12 @@ def test_our_connector_enables_before_the_engine_exists(
 @pytest.mark.usefixtures("enabled")
 def test_features_refuse_before_the_engine_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    refusing = SimpleNamespace(check=lambda *given: asked.extend(given))
+    refusing = SimpleNamespace(KNOWN_EARLY=True, check=lambda *given: asked.extend(given))
+    later = SimpleNamespace(check=lambda *given: pytest.fail("needs a tokenizer, or more"))
     monkeypatch.setattr(supported, "check_config", lambda *given: None)
-    monkeypatch.setattr(launch, "having", lambda file: [refusing] * (file == "refusals"))
+    monkeypatch.setattr(
+        launch, "having", lambda file: [later, refusing] if file == "refusals" else []
+    )
     made = create(vllm_segreuse.kv_transfer_config(policy="shift"))
     found, options = asked
     assert found is made

@@ -285,7 +285,7 @@ def test_answers_are_those_of_one_engine(decoding: Engine, cases: list[Case]) ->
         decoding.reset()
         answer = asked(decoding, case)
         assert answer.token_ids == case.whole.token_ids
-        # Where the same tokens are computed together, the last bit depends only on where memory lies.
+        # Where the same tokens are computed together, the last bit depends on where memory lies.
         same += case.supplies_all_but_one and answer.logprobs == case.whole.logprobs
         assert_same(answer, case.whole, NOISE)
         whole = case.prompt + answer.token_ids

@@ -203,7 +203,7 @@ def vllm_config(role: str, **given: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "layout_of", lambda model: getattr(model, "layout", None))
+    monkeypatch.setattr(refusals, "names_of", lambda model: getattr(model, "layout", None))
 
 
 RECEIVERS = ["kv_consumer", "kv_both"]

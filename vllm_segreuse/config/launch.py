@@ -85,6 +85,7 @@ def cuts_of(config: "KVTransferConfig | None") -> tuple[int, ...]:
 
 def check_engine(vllm_config: "VllmConfig", transfer: "KVTransferConfig") -> None:
     """Refuse an engine's configuration before a model is loaded, where that is enough to know it.
+    Features say so of what they refuse (`KNOWN_EARLY`); a connector refuses all of it once more.
 
     Args:
         vllm_config: the engine's.
@@ -96,7 +97,8 @@ def check_engine(vllm_config: "VllmConfig", transfer: "KVTransferConfig") -> Non
     options = SegReuseConfig.from_options(transfer.kv_connector_extra_config)
     supported.check_config(vllm_config, options.cuts)
     for module in having("refusals"):
-        module.check(vllm_config, options)
+        if getattr(module, "KNOWN_EARLY", False):
+            module.check(vllm_config, options)
 
 
 class KvOffloading(NamedTuple):

@@ -10,11 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.features.transfer.options import TransferServer
-from vllm_segreuse.model.documents.folder import layout_of
+from vllm_segreuse.model.documents.folder import names_of
 from vllm_segreuse.options.server import ServerOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+KNOWN_EARLY = True
+"""The configuration tells all of it: a model need not be loaded, nor a tokenizer."""
 
 
 def check(vllm_config: VllmConfig, config: ServerOptions) -> None:
@@ -34,7 +38,7 @@ def _faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     model = vllm_config.model_config
     return [
         (
-            layout_of(model) is not None,
+            names_of(model) is not None,
             "beside cannot be combined with a model that was trained on documents computed alone "
             "(segreuse.isolated_documents in its config.json): remove it",
         ),
