@@ -2,6 +2,7 @@
 """Whose changes are carried to whom: `tests/prefill/test_passes.py` compares the numbers with a
 loop, here KV is moved, from several donors."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -102,3 +103,23 @@ def test_the_change_reaches_what_reads_those_values(monkeypatch: pytest.MonkeyPa
     assert len(with_carried) == LAYERS
     np.testing.assert_allclose(with_carried[0], without[0], atol=1e-6)
     assert np.abs(with_carried[-1] - without[-1]).max() > 1e-3
+
+
+def test_nothing_is_carried_where_a_layer_has_no_kernel_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then no layer's changes are, as without `carries`."""
+
+    def left(recipe: dict[str, Any], unable: int | None) -> list[torch.Tensor]:
+        world = World(monkeypatch)
+        for number in [] if unable is None else [unable]:
+            layer = world.layers.known[number]
+            kernels = dataclasses.replace(layer.kernels, carry=None)
+            world.layers.known[number] = dataclasses.replace(layer, kernels=kernels)
+        world.prefill.run([plan("one", 10, **recipe)])
+        return world.caches
+
+    kept = left(KEPT, None)
+    for unable in (0, LAYERS - 1):
+        for found, expected in zip(left(CARRIED, unable), kept, strict=True):
+            torch.testing.assert_close(found, expected)

@@ -418,7 +418,7 @@ def check_carried(
     slots = pages.shape[0] * parts[0].strides.shape[1]
     check_range("slots", carried.slots, slots)
     check_range("changed", carried.changed, slots)
-    check_range("rows", carried.rows + 1, rows + 1)
+    check_range("rows", carried.rows, rows, start=-1)
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
@@ -430,13 +430,13 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: to
         )
 
 
-def check_range(name: str, tensor: torch.Tensor, end: int) -> None:
-    """Raises ValueError for a number outside `[0, end)`, on a CPU."""
+def check_range(name: str, tensor: torch.Tensor, end: int, start: int = 0) -> None:
+    """Raises ValueError for a number outside `[start, end)`, on a CPU."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return
     lowest, highest = (int(number) for number in tensor.aminmax())
-    if lowest < 0 or highest >= end:
-        raise ValueError(f"{name} are from {lowest} to {highest}; expected 0 to {end - 1}")
+    if lowest < start or highest >= end:
+        raise ValueError(f"{name} are from {lowest} to {highest}; expected {start} to {end - 1}")
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -51,10 +51,12 @@ KEYS, VALUES = Share(0.4, 0.4, 6.0), Share(0.25, 0.4, 3.0)
 
 
 def carries(layers: LayerRunner, batch: Batch) -> bool:
-    """Whether changes of these plans are carried. Latent vectors are keys and values at once; and
-    beside images, tokens turn by other numbers than their distance."""
+    """Whether changes of these plans are carried: at every layer, or at none if one has no kernel
+    for it. Latent vectors are keys and values at once; and beside images, tokens turn by other
+    numbers than their distance."""
     latent = any(map(token_kv.is_latent, layers.stack.attention))
-    return not latent and batch.tokens.mrope_positions is None
+    able = all(layer.kernels.carry is not None for layer in layers.known)
+    return able and not latent and batch.tokens.mrope_positions is None
 
 
 class CarriedChanges:
@@ -118,6 +120,7 @@ class CarriedChanges:
         """Have the others take part in the changes of a chunk's tokens, at a layer. Both are taken
         as they are stored: what has not changed must not differ by its rounding."""
         layer = self._layers[number]
+        assert layer.kernels.carry is not None  # or `carries` had said no
         mine = (self._before >= chunk.start) & (self._before < chunk.stop)
         rows = torch.where(mine, self._before - chunk.start, -1)
         carried = Carried(
