@@ -31,7 +31,8 @@ def before_of(parts: list[Part], dtype: torch.dtype = torch.float32) -> list[tor
 def runs(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     """Of tokens that follow one another, over the borders of tiles and pages; some take part in
     nothing."""
-    made, slot = [], draw(st.integers(0, 40))
+    made: list[tuple[int, int, int]] = []
+    slot = draw(st.integers(0, 40))
     while len(made) < 8:
         length = draw(st.sampled_from([1, 2, 7, 15, 16, 17, 33, 70]))
         if slot + length > TOKENS:

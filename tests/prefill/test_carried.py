@@ -16,8 +16,11 @@ from vllm_segreuse.plan import Gather, Probed, ReusePlan
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.carried import VALUES
 
-CARRIED = {"program": Probed(Gather.SUM_AND_LAST, first_layer=2, carries=True), "top_k": 3}
-KEPT = {"program": Probed(Gather.SUM_AND_LAST, first_layer=2), "top_k": 3}
+CARRIED: dict[str, Any] = {
+    "program": Probed(Gather.SUM_AND_LAST, first_layer=2, carries=True),
+    "top_k": 3,
+}
+KEPT: dict[str, Any] = {"program": Probed(Gather.SUM_AND_LAST, first_layer=2), "top_k": 3}
 ADJOINING = [(5, 8, DONOR, 0, 0), (13, 8, DONOR + 5, 0, 60)]
 
 
