@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, _answer, engine
@@ -107,6 +108,16 @@ def handed_over(running: Engine, prompt: list[int], options: dict[str, Any]) -> 
     [output] = running.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     settle(running)
     return dict(output.kv_transfer_params)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Several add up partial sums of attention as they finish: the last bits differ from run to
+    run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -285,8 +296,9 @@ def test_answers_are_those_of_one_engine(decoding: Engine, cases: list[Case]) ->
         decoding.reset()
         answer = asked(decoding, case)
         assert answer.token_ids == case.whole.token_ids
-        # Where the same tokens are computed together, the last bit depends on where memory lies.
-        same += case.supplies_all_but_one and answer.logprobs == case.whole.logprobs
+        if case.supplies_all_but_one:  # the same tokens are computed together
+            assert answer.logprobs == case.whole.logprobs
+            same += 1
         assert_same(answer, case.whole, NOISE)
         whole = case.prompt + answer.token_ids
         exact = whole[: case.exact] if case.is_approximate else whole[:-1]
