@@ -101,9 +101,9 @@ def test_options_of_the_server_are_those_of_vllms_configuration(llama: Any) -> N
 # Every hook of vLLM's.
 
 
-def test_hooks_have_the_signatures_of_vllms(llama: Any) -> None:
-    """Whatever vLLM passes to its own base class can be passed to ours."""
-    for name, ours in vars(SegReuseConnector).items():
+def assert_takes_what_vllm_passes(connector: type) -> None:
+    """Whatever vLLM passes to its own base class can be passed to this one."""
+    for name, ours in vars(connector).items():
         theirs = vars(KVConnectorBase_V1).get(name)
         if not inspect.isfunction(ours) or theirs is None:
             continue
@@ -113,6 +113,10 @@ def test_hooks_have_the_signatures_of_vllms(llama: Any) -> None:
         expected = list(inspect.signature(theirs).parameters)
         found = list(inspect.signature(ours).parameters)
         assert found[: len(expected)] == expected, f"{name}({', '.join(expected)})"
+
+
+def test_hooks_have_the_signatures_of_vllms() -> None:
+    assert_takes_what_vllm_passes(SegReuseConnector)
 
 
 def test_what_vllm_must_not_wait_for(llama: Any) -> None:

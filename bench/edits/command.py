@@ -91,12 +91,8 @@ def run(args: argparse.Namespace) -> int:
     left = {n: one for n, one in enumerate(conversations) if n not in kept.conversations}
     edits = [EDITS[name] for name in args.edits]
     arms = [ARMS[name] for name in args.arms]
-    done = True
-    try:
-        for number, asked in _asked(args.model, writer, left, edits, arms) if left else ():
-            kept.add(number, asked)
-    except KeyboardInterrupt:
-        done = _interrupted()
+    asked = _asked(args.model, writer, left, edits, arms) if left else iter(())
+    done = _unless_interrupted(asked, lambda one: kept.add(*one))
     if not kept.asked:
         raise harness.BenchError("nothing was measured")
     result = result_of(kept.asked, args.best)
@@ -117,7 +113,7 @@ def _heal(
     measured = resting.measure(
         args.model, SERVER, args.heal_tokens, writer, conversations, edit, arm
     )
-    done = _unless_interrupted(measured, rested)
+    done = _unless_interrupted(measured, rested.extend)
     where |= {"edit": edit.name, "heal_tokens": args.heal_tokens, "interrupted": not done}
     result = resting.result_of(rested)
     return _reported(args, where, result["rows"][:2], result)
@@ -141,19 +137,15 @@ def _plain(one: Asked) -> dict[str, Any]:
     return {**told, "ttft_s": round(one.ttft_s, 4), "tokens": vars(one.tokens)}
 
 
-def _unless_interrupted(found: Iterator[list[T]], into: list[T]) -> bool:
+def _unless_interrupted(found: Iterator[T], take: Callable[[T], None]) -> bool:
     """Take what comes; returns whether all came."""
     try:
         for some in found:
-            into += some
+            take(some)
     except KeyboardInterrupt:
-        return _interrupted()
+        print("interrupted: figures are of what was measured", file=sys.stderr)
+        return False
     return True
-
-
-def _interrupted() -> bool:
-    print("interrupted: figures are of what was measured", file=sys.stderr)
-    return False
 
 
 def _asked(

@@ -232,24 +232,23 @@ class Lab:
         would_say: Sequence[int],
         free: Answered | None,
     ) -> Outcome:
-        from bench.english.tape import divergences
+        from bench.english.tape import apart
 
         if forced.report is None:
             raise harness.BenchError(
                 "a request with extra keys carries no segreuse report: the connector is not active"
             )
-        apart = divergences(full.logits, forced.logits[: len(full.logits)])
-        agree = [a == b for a, b in zip(full.tokens, would_say, strict=True)]
+        found = apart(full.logits, full.tokens, forced.logits, would_say)
         tokens = full.tokens if free is None else free.tokens
         documents = sum(map(self.prompts.measure, example.documents))
         return Outcome(
             score=self._score(example, tokens),
             said=None if free is None else self.prompts.answer(tokens),
             ttft_ms=rounded(forced.ttft_ms),
-            first_kl=rounded(apart[0]),
-            answer_kl=rounded(sum(apart) / len(apart)),
-            agreement=rounded(sum(agree[: len(apart)]) / len(apart)),
-            tokens=len(apart),
+            first_kl=rounded(found.first_kl),
+            answer_kl=rounded(found.answer_kl),
+            agreement=rounded(found.agreement),
+            tokens=len(full.logits),
             work=rounded(forced.report["computed_share"]),
             reused=rounded(forced.report["reused_tokens"] / documents),
             policy=forced.report["policy"],

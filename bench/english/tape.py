@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -73,6 +73,35 @@ def divergences(full: Logits, other: Logits) -> list[float]:
         # A token that both give no chance at all adds 0, not 0 times infinity.
         found.append(max(0.0, float(terms.nan_to_num(0.0).sum())))
     return found
+
+
+class Apart(NamedTuple):
+    """How far one way to answer is from full prefill, along its answer.
+
+    Attributes:
+        first_kl: divergence of the first token's distribution, in nats.
+        answer_kl: mean divergence of all.
+        agreement: share of the answer's tokens that would have been chosen.
+    """
+
+    first_kl: float
+    answer_kl: float
+    agreement: float
+
+
+def apart(full: Logits, answer: Sequence[int], other: Logits, would_say: Sequence[int]) -> Apart:
+    """Of as many steps as full prefill has logits of.
+
+    Args:
+        full: of full prefill.
+        answer: of full prefill, its tokens.
+        other: of the other way, the same tokens forced.
+        would_say: what it would have said there.
+    """
+    steps = len(full)
+    found = divergences(full, other[:steps])
+    agree = [a == b for a, b in zip(answer, would_say, strict=True)]
+    return Apart(found[0], sum(found) / steps, sum(agree[:steps]) / steps)
 
 
 def favourites(logits: Logits) -> list[int]:

@@ -3,8 +3,8 @@
 
 The examples and donors of `bench english`, without an engine: full prefill, donors and the first
 reading are computed once for all leads of an example, so dozens of them cost seconds. Lengths of
-time mean nothing here; `tests/bench/test_reuse_engine.py` checks choice and divergence against the
-engine. Beside the file of `--json` each example is kept in a file of lines, and a second start goes
+time mean nothing here; `tests/e2e/test_english.py` checks choice and divergence against the engine.
+ Beside the file of `--json` each example is kept in a file of lines, and a second start goes
 on behind them. `BENCH_QUALITY_SEEDS=tuning` draws the examples on which policies are chosen.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         "seeds": chosen,
         "dtype": args.dtype,
         "most_tokens": args.most_tokens,
+        "chooser": None if args.chooser is None else model_digest(args.chooser),
+        **{name: getattr(args, name) for name in ("sources", "leads", "shares")},
     }
     from bench.reuse.laboratory import Laboratory, Wanted
     from bench.reuse.records import Record, figures
@@ -75,9 +78,11 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     found: list[Record] = []
+    commit = harness.commit()
     file = records.beside(args.json) if args.json else None
     if file is not None:
-        found = _kept(file, setting, records.opened(file, "reuse", setting))
+        found = _kept(file, records.opened(file, "reuse", setting))
+        records.require_commit(file, {one.commit for one in found}, commit, any_commit=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     laboratory = Laboratory(args.model, args.chooser, args.dtype, chosen, args.most_tokens)
     steps = list(_missing(args.tasks, args.examples, wanted.sources, found))
@@ -85,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         for task, number in harness.progress(steps, "examples"):
             for record in laboratory.measured(task, number, wanted):
-                found.append(record)
+                found.append(replace(record, commit=commit))
                 if file is not None:
-                    records.append(file, record.entry)
+                    records.append(file, found[-1].entry)
     except KeyboardInterrupt:
         done = False
     if not found:
@@ -102,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if done else 130
 
 
-def _kept(file: Path, setting: dict[str, Any], entries: Sequence[Any]) -> list[Any]:
+def _kept(file: Path, entries: Sequence[Any]) -> list[Any]:
     from bench.reuse.records import Record
 
     found = []

@@ -45,21 +45,20 @@ def _mean(contexts: int) -> Source:
         decoder: Decoder, prompts: Prompts, example: Example, texts: Texts, rng: Random
     ) -> list[KV]:
         pairs = [list(example.others)] + [rng.sample(texts(), 2) for _ in range(contexts - 1)]
+        number = len(example.documents)
         found = [
             _in(decoder, prompts, example, _behind(prompts, example, [pair] * number))
-            for number, pair in ((len(example.documents), pair) for pair in pairs)
+            for pair in pairs
         ]
-        return [
-            KV(
-                *(
-                    torch.stack(parts).mean(0)
-                    for parts in ([o.keys for o in one], [o.values for o in one])
-                )
-            )
-            for one in zip(*found, strict=True)
-        ]
+        return [_mean_of(one) for one in zip(*found, strict=True)]
 
     return source
+
+
+def _mean_of(found: Sequence[KV]) -> KV:
+    keys = torch.stack([one.keys for one in found])
+    values = torch.stack([one.values for one in found])
+    return KV(keys.mean(0), values.mean(0))
 
 
 def _nearest(

@@ -8,21 +8,23 @@ they know full prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 
 from bench.reuse.decoder import Carry
 from bench.reuse.scene import Scene
+from vllm_segreuse.kernels.pages import Share
 
 Lead = Callable[[Scene, int], torch.Tensor]
 """Logits `[answer, vocabulary]` of a scene of which so many reused tokens are computed."""
 
 BEGINNING = 4
 """First tokens of a document: attention sinks, where it was computed alone."""
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 def focus_scores(scene: Scene, paid: torch.Tensor | None = None) -> torch.Tensor:
@@ -32,7 +34,7 @@ def focus_scores(scene: Scene, paid: torch.Tensor | None = None) -> torch.Tensor
 
 
 def _shift(scene: Scene, number: int) -> torch.Tensor:
-    return scene.answered(torch.empty(0, dtype=torch.int64))
+    return scene.answered(_NOTHING)
 
 
 def _focus(scene: Scene, number: int) -> torch.Tensor:
@@ -112,21 +114,20 @@ def _evenly(scene: Scene, number: int) -> torch.Tensor:
 def _beginnings(scene: Scene, number: int) -> torch.Tensor:
     """The first tokens of each document always."""
     scores = focus_scores(scene)
-    scores[_first_tokens(scene)] = float("inf")
+    scores[_first_tokens(scene.asked.documents)] = float("inf")
     return scene.answered(scene.best(scores, number))
 
 
 def _hidden(scene: Scene, number: int) -> torch.Tensor:
     """Nobody attends to the first tokens of any document but the first."""
     kv = scene.kv.copy()
-    kv.hidden = _first_tokens(scene, BEGINNING)
+    kv.hidden = _first_tokens(scene.asked.documents[1:])
     scores = focus_scores(scene)
     scores[kv.hidden] = -1
     return scene.answered(scene.best(scores, number), kv)
 
 
-def _first_tokens(scene: Scene, passed_over: int = 0) -> torch.Tensor:
-    documents = scene.asked.documents[1:] if passed_over else scene.asked.documents
+def _first_tokens(documents: Sequence[tuple[int, int]]) -> torch.Tensor:
     return torch.cat([torch.arange(first, first + BEGINNING) for first, _ in documents])
 
 
@@ -140,25 +141,7 @@ def further(share: float) -> Lead:
     return lead
 
 
-class Shares(NamedTuple):
-    """Of a change that is carried to the tokens behind, within a document.
-
-    Attributes:
-        always: at any distance.
-        near: what is added beside the token, and fades.
-        reach: in how many tokens, to a third (1 / e).
-    """
-
-    always: float
-    near: float
-    reach: float
-
-    def at(self, distance: torch.Tensor) -> torch.Tensor:
-        """Of tokens so far away."""
-        return self.always + self.near * torch.exp(-distance / self.reach)
-
-
-def carried(values: Shares, keys: Shares | None = None) -> Lead:
+def carried(values: Share, keys: Share | None = None) -> Lead:
     """Tokens behind a recomputed one take part in the change of its value, and of its key."""
 
     def lead(scene: Scene, number: int) -> torch.Tensor:
@@ -173,7 +156,7 @@ def carried(values: Shares, keys: Shares | None = None) -> Lead:
         near_by = before >= 0
         near_by &= document[chosen[before.clamp_min(0)]] == document[behind]
         behind, before = behind[near_by], before[near_by]
-        distance = (behind - chosen[before]).float()
+        distance = behind - chosen[before]
         of_keys = None if keys is None else keys.at(distance)
         return scene.answered(chosen, carry=Carry(chosen, behind, values.at(distance), of_keys))
 
@@ -195,13 +178,12 @@ def _exact(scene: Scene, number: int) -> torch.Tensor:
     """Full prefill's KV in place of what `focus` would recompute."""
     kv = scene.kv.copy()
     kv.take(scene.asked.exact, scene.best(focus_scores(scene), number))
-    return scene.answered(torch.empty(0, dtype=torch.int64), kv)
+    return scene.answered(_NOTHING, kv)
 
 
 def _foreseen(scene: Scene, number: int) -> torch.Tensor:
     """Chosen by the attention that the question pays in full prefill."""
-    none = torch.empty(0, dtype=torch.int64)
-    paid = scene.read(scene.asked.exact.copy(), none)
+    paid = scene.read(scene.asked.exact.copy(), _NOTHING)
     return scene.answered(scene.best(focus_scores(scene, paid), number))
 
 
@@ -261,11 +243,11 @@ def lead(text: str) -> Named:
         if name == "layers":
             return Named(text, of_layers(tuple(int(one) for one in value.split("+"))))
         if name == "carried":
-            both = [Shares(*map(float, part.split("+"))) for part in value.split("/")]
+            both = [Share(*map(float, part.split("+"))) for part in value.split("/")]
             return Named(text, carried(*both))
         return Named(text, {"further": further, "keys": scaled}[name](float(value)))
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"no lead {text!r}; there are {', '.join(LEADS)}, layers=N+N, further=SHARE, "
-            "keys=FACTOR and carried=ALWAYS+NEAR+REACH (of values, and behind a / of keys)"
+            "keys=FACTOR and carried=COMMON+NEAR+REACH (of values, and behind a / of keys)"
         ) from None

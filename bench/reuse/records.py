@@ -13,7 +13,7 @@ import torch
 
 from bench.english.pooling import p90
 from bench.english.records import rounded
-from bench.english.tape import divergences, favourites
+from bench.english.tape import apart, favourites
 from bench.harness import Row, SuiteResult
 from bench.quality import statistics
 
@@ -23,13 +23,7 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a lead comes to on one example.
-
-    Attributes:
-        first_kl: divergence of the first token's distribution from that of full prefill, in nats.
-        answer_kl: mean divergence along the full answer, whose tokens are forced.
-        agreement: share of the full answer's tokens that would have been chosen there.
-    """
+    """What a lead comes to on one example; see `bench.english.tape.Apart`."""
 
     first_kl: float
     answer_kl: float
@@ -38,9 +32,8 @@ class Outcome:
     @classmethod
     def of(cls, full: torch.Tensor, answer: list[int], logits: torch.Tensor) -> Outcome:
         """Of logits `[answer, vocabulary]` of full prefill, its answer, and a lead's logits."""
-        apart = divergences(list(full), list(logits))
-        agree = [a == b for a, b in zip(answer, favourites(list(logits)), strict=True)]
-        return cls(rounded(apart[0]), rounded(fmean(apart)), rounded(fmean(agree)))
+        said = list(logits)
+        return cls(*map(rounded, apart(list(full), answer, said, favourites(said))))
 
 
 @dataclass(frozen=True)
@@ -54,6 +47,7 @@ class Record:
         tokens: of the prompt.
         reused: tokens of the documents.
         leads: outcomes by lead and share, as `focus@0.15`.
+        commit: of the code; None: of a record from before it was kept.
     """
 
     task: str
@@ -63,6 +57,7 @@ class Record:
     tokens: int
     reused: int
     leads: Mapping[str, Outcome]
+    commit: str | None = None
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -118,12 +113,12 @@ def _row(
     both = [key for key in found if key in baseline]
     if lead == BASELINE or not both:
         return row
-    for name, values in (("answer_kl", "answer_kl"), ("agreement", "agreement")):
-        less = [getattr(found[key], values) - getattr(baseline[key], values) for key in both]
+    for figure in ("answer_kl", "agreement"):
+        less = [getattr(found[key], figure) - getattr(baseline[key], figure) for key in both]
         low, high = statistics.bootstrap_interval(less)
         row |= {
-            f"{name}_less_focus": round(fmean(less), DIGITS),
-            f"{name}_less_focus_low": None if low is None else round(low, DIGITS),
-            f"{name}_less_focus_high": None if high is None else round(high, DIGITS),
+            f"{figure}_less_focus": round(fmean(less), DIGITS),
+            f"{figure}_less_focus_low": None if low is None else round(low, DIGITS),
+            f"{figure}_less_focus_high": None if high is None else round(high, DIGITS),
         }
     return row

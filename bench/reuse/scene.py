@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from random import Random
 
 import torch
 
-from bench.english.donors import PROMPTS
 from bench.english.prompts import Prompts
 from bench.english.tasks.base import Example
 from bench.reuse.decoder import KV, Carry, Decoder, Paid
@@ -59,19 +57,6 @@ def in_full(decoder: Decoder, prompts: Prompts, example: Example) -> Asked:
         computed, first = answer[-1:], first + len(computed)
     documents = _where(tokens, [prompts.encode_document(text) for text in example.documents])
     return Asked(tokens, documents, kv, answer, torch.cat(logits))
-
-
-def donated(
-    decoder: Decoder, prompts: Prompts, example: Example, kind: str, rng: Random
-) -> list[KV]:
-    """KV of each document, as one of the donors' prompts left it, turned to begin at position 0.
-
-    Args:
-        kind: of donors, of `bench.english.donors.PROMPTS`.
-    """
-    texts = [prompts.encode_document(text) for text in example.documents]
-    asked = PROMPTS[kind](example, prompts, rng)
-    return computed_in(decoder, asked, texts)
 
 
 def computed_in(

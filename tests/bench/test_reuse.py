@@ -4,7 +4,10 @@ KV, and what leads have in common."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +23,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from bench import harness
 from bench.english.prompts import Prompts
 from bench.english.tasks.base import Example
-from bench.reuse import ingestion, leads, records
+from bench.reuse import command, ingestion, laboratory, leads, records
 from bench.reuse.decoder import NAME, Decoder
 from bench.reuse.laboratory import Wanted
 from bench.reuse.scene import Asked, Scene, computed_in, in_full
@@ -309,3 +313,40 @@ def test_differences_are_of_the_same_examples_and_share() -> None:
     assert "answer_kl_less_focus" not in focus
     again = [records.Record.read(one.entry) for one in both]
     assert again == both
+
+
+class Asks:
+    """Stands for the laboratory: every lead is as good as the other."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def measured(self, task: str, number: int, wanted: Wanted) -> Iterator[records.Record]:
+        names = [f"{one.name}@{share:g}" for one in wanted.leads for share in wanted.shares]
+        found = {name: outcome(0.1) for name in names}
+        for source in wanted.sources:
+            yield records.Record(task, number, source, 4, 500, 400, found)
+
+
+def test_a_second_start_goes_on_with_the_same_leads_and_code_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(laboratory, "Laboratory", Asks)
+    monkeypatch.setattr(harness, "commit", lambda: "abc")
+    file = tmp_path / "out.json"
+
+    def run(examples: int, leads: str) -> int:
+        given = ["--model", str(tmp_path), "--tasks", "chat", "--examples", str(examples)]
+        return command.main([*given, "--leads", leads, "--json", str(file)])
+
+    assert run(1, "focus,each") == 0
+    assert run(2, "focus,each") == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["examples"] for row in rows} == {2}
+    assert run(2, "focus,norms") == 2
+    assert "leads focus,each, not focus,norms" in capsys.readouterr().err
+    monkeypatch.setattr(harness, "commit", lambda: "def")
+    assert run(3, "focus,each") == 2
+    assert "commit abc, this is def" in capsys.readouterr().err

@@ -4,7 +4,6 @@ arrives there."""
 
 import copy
 import functools
-import inspect
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from tests.e2e.folder_connector import (
     FolderStats,
 )
 from tests.prefill.loaded import model_config
+from tests.test_connector import assert_takes_what_vllm_passes
 from tests.test_kv_group import FULL, kv_cache
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.config.launch import check_config
@@ -108,16 +108,7 @@ def test_every_hook_of_vllms_is_passed_on() -> None:
 
 
 def test_hooks_have_the_signatures_of_vllms() -> None:
-    for name, ours in vars(SegReuseTransferConnector).items():
-        theirs = vars(KVConnectorBase_V1).get(name)
-        if not inspect.isfunction(ours) or theirs is None:
-            continue
-        accepted = inspect.signature(ours).parameters.values()
-        if any(each.kind is each.VAR_POSITIONAL for each in accepted):
-            continue
-        expected = list(inspect.signature(theirs).parameters)
-        found = list(inspect.signature(ours).parameters)
-        assert found[: len(expected)] == expected, f"{name}({', '.join(expected)})"
+    assert_takes_what_vllm_passes(SegReuseTransferConnector)
 
 
 def test_each_process_has_both(llama: Any) -> None:

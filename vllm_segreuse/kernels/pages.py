@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -129,6 +130,24 @@ class Moves:
 
     def __len__(self) -> int:
         return self.sources.numel()
+
+
+class Share(NamedTuple):
+    """Of a token's change, what the tokens behind it in its segment take part in.
+
+    Attributes:
+        common: at any distance.
+        near: what is added right behind it, and fades.
+        reach: in how many tokens, to a third (1 / e).
+    """
+
+    common: float
+    near: float
+    reach: float
+
+    def at(self, distance: torch.Tensor) -> torch.Tensor:
+        """Of tokens so far behind, float32."""
+        return self.common + self.near * torch.exp(-distance / self.reach)
 
 
 @dataclass(frozen=True)

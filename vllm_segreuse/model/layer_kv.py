@@ -55,15 +55,17 @@ class LayerKv:
             arguments["sinks"] = of_impl(self.attention, "sinks")
         return arguments
 
+    def turns_like(self, other: LayerKv) -> bool:
+        """Whether keys of both layers turn alike, or neither's do."""
+        if self.rope is None or other.rope is None:
+            return self.rope is other.rope
+        return self.rope.same_as(other.rope)
+
     def moves_like(self, other: LayerKv) -> bool:
         """Whether one call of a kernel may move tokens of both layers."""
-        if self.rope is None or other.rope is None:
-            same_rope = self.rope is other.rope
-        else:
-            same_rope = self.rope.same_as(other.rope)
         own, others = self.pages, other.pages
         return (
-            same_rope
+            self.turns_like(other)
             and self.kernels == other.kernels
             and self.layout == other.layout
             and (own.dtype, own.stride(), own.device)

@@ -9,10 +9,11 @@ long runs, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,14 +63,22 @@ class ScatteredQueries:
         return ScatteredQueries(tables.view(-1, blocks), request, self.positions % chunk)
 
 
-class Watching(Protocol):
+class Watching(ABC):
     """Is told what reaches attention during a pass, layer by layer and chunk by chunk; also of a
-    compiled model, which calls no hooks."""
+    compiled model, which calls no hooks.
 
-    @property
-    def num_layers(self) -> int:
-        """Layers at which it computes scores."""
+    Args:
+        layers: vLLM `Attention` layers that are watched.
+    """
 
+    num_scored = 0
+    """Layers at which it computes scores."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._numbers = {id(layer): number for number, layer in enumerate(layers)}
+        self._seen = [0] * len(layers)
+
+    @abstractmethod
     def of(self, layer: torch.nn.Module, query: torch.Tensor) -> AbstractContextManager[None]:
         """Attention of a chunk at a layer.
 
@@ -81,10 +90,21 @@ class Watching(Protocol):
 
     def take_work(self) -> int:
         """Queries that were scored since the last call."""
+        return 0
+
+    def chunk_of(self, layer: torch.nn.Module, count: int) -> tuple[int, slice] | None:
+        """The number of a layer, and which of the pass's tokens the next chunk of so many is there;
+        None: the layer is not watched."""
+        number = self._numbers.get(id(layer))
+        if number is None:
+            return None
+        first = self._seen[number]
+        self._seen[number] = first + count
+        return number, slice(first, first + count)
 
 
-class Queries:
-    """Hands on queries that reach attention (`Watching`).
+class Queries(Watching):
+    """Hands on queries that reach attention.
 
     Args:
         layers: vLLM `Attention` layers whose queries are wanted.
@@ -100,28 +120,22 @@ class Queries:
         selected: np.ndarray,
         ask: Callable[[int, slice, torch.Tensor], None],
     ) -> None:
-        self._numbers = {id(layer): number for number, layer in enumerate(layers)}
+        super().__init__(layers)
+        self.num_scored = len(layers)
         self._selected = selected
         self._ask = ask
         self._chunks: dict[tuple[int, int], tuple[slice, torch.Tensor]] = {}
-        self._seen = [0] * len(layers)
         self._asked = 0
-
-    @property
-    def num_layers(self) -> int:
-        """Layers whose queries are wanted."""
-        return len(self._numbers)
 
     @contextmanager
     def of(self, layer: torch.nn.Module, query: torch.Tensor) -> Iterator[None]:
         """Attention of a chunk at a layer, which may overwrite the queries that it is given."""
-        number = self._numbers.get(id(layer))
-        if number is None:
+        found = self.chunk_of(layer, len(query))
+        if found is None:
             yield
             return
-        first = self._seen[number]
-        self._seen[number] = last = first + len(query)
-        part, rows = self._in_chunk(first, last, query.device)
+        number, chunk = found
+        part, rows = self._in_chunk(chunk.start, chunk.stop, query.device)
         if not len(rows):
             yield
             return

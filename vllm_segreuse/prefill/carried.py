@@ -12,39 +12,20 @@ tokens only, so chunks of a pass need nothing of later chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_segreuse.kernels.page_tokens import pick_tokens
-from vllm_segreuse.kernels.pages import Carried
+from vllm_segreuse.kernels.pages import Carried, Share
 from vllm_segreuse.model import token_kv
 from vllm_segreuse.model.layer_kv import LayerKv
+from vllm_segreuse.prefill.attention import Watching
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.tokens import Index, upload
-
-
-class Share(NamedTuple):
-    """Of a token's change, what the tokens behind it in its segment take part in.
-
-    Attributes:
-        common: at any distance.
-        near: what is added right behind it, and fades.
-        reach: in how many tokens, to a third (1 / e).
-    """
-
-    common: float
-    near: float
-    reach: float
-
-    def at(self, distance: torch.Tensor) -> torch.Tensor:
-        """Of tokens so far behind, float32."""
-        return self.common + self.near * torch.exp(-distance / self.reach)
-
 
 KEYS, VALUES = Share(0.4, 0.4, 6.0), Share(0.25, 0.4, 3.0)
 """Chosen on tuning seeds, near the covariance of such changes in Qwen2.5-Coder 0.5B."""
@@ -59,12 +40,12 @@ def carries(layers: LayerRunner, batch: Batch) -> bool:
     return able and not latent and batch.tokens.mrope_positions is None
 
 
-class CarriedChanges:
+class CarriedChanges(Watching):
     """Changes keys and values of reused tokens while others of their segments are recomputed.
 
-    Watches the attention of a pass (`Watching`): by the time a layer attends to a chunk, its keys
-    and values are written, and what stood there before was read while the layer before attended.
-    The last layer's output is nobody's input, so it is left.
+    By the time a layer attends to a chunk, its keys and values are written, and what stood there
+    before was read while the layer before attended. The last layer's output is nobody's input, so
+    it is left.
 
     Args:
         layers: of the model.
@@ -72,13 +53,9 @@ class CarriedChanges:
         computed: what is about to be recomputed, ascending.
     """
 
-    num_layers = 0
-    """Of those that are asked for scores: none."""
-
     def __init__(self, layers: LayerRunner, batch: Batch, computed: Index) -> None:
         self._layers = layers.known[:-1]
-        self._numbers = {id(layer.attention): i for i, layer in enumerate(self._layers)}
-        self._seen = [0] * len(self._layers)
+        super().__init__([layer.attention for layer in self._layers])
         device = computed.device.device
         runs = batch.runs_of_candidates
         where = upload(np.flatnonzero(runs >= 0), device)
@@ -94,49 +71,46 @@ class CarriedChanges:
         self._computed = batch.tokens.slots[computed.device]
         self._turning_alike = layers.turning_alike
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._moved = self._first = _read(self._layers[0], self._computed)
+        self._of_chunk: dict[int, Carried] = {}
+        self._first = self._moved = _read(self._layers[0], self._computed)
 
     @contextmanager
     def of(self, layer: torch.nn.Module, query: torch.Tensor) -> Iterator[None]:
         """Attention of a chunk at a layer, whose changes are carried before."""
-        number = self._numbers.get(id(layer))
-        if number is None:
+        found = self.chunk_of(layer, len(query))
+        if found is None:
             yield
             return
-        first = self._seen[number]
-        self._seen[number] = last = first + len(query)
-        chunk = slice(first, last)
-        before = [part[chunk] for part in self._first] if number == 0 else self._moved
-        self._carry(number, chunk, before)
+        number, chunk = found
+        if number == 0:
+            self._of_chunk.clear()
+            self._moved = [part[chunk] for part in self._first]
+        known = self._layers[number]
+        assert known.kernels.carry is not None  # or `carries` had said no
+        # Both as they are stored: what has not changed must not differ by its rounding.
+        known.kernels.carry(known.pages, known.parts, self._moved, self._carried(number, chunk))
         if number + 1 < len(self._layers):
             self._moved = _read(self._layers[number + 1], self._computed[chunk])
         yield
 
-    def take_work(self) -> int:
-        """Nothing is scored."""
-        return 0
-
-    def _carry(self, number: int, chunk: slice, before: Sequence[torch.Tensor]) -> None:
-        """Have the others take part in the changes of a chunk's tokens, at a layer. Both are taken
-        as they are stored: what has not changed must not differ by its rounding."""
-        layer = self._layers[number]
-        assert layer.kernels.carry is not None  # or `carries` had said no
-        mine = (self._before >= chunk.start) & (self._before < chunk.stop)
-        rows = torch.where(mine, self._before - chunk.start, -1)
-        carried = Carried(
-            self._computed[chunk],
-            self._slots,
-            rows,
-            self._distances,
-            self._shares,
-            *self._turns(number),
-        )
-        layer.kernels.carry(layer.pages, layer.parts, before, carried)
+    def _carried(self, number: int, chunk: slice) -> Carried:
+        """Who takes part in the changes of a chunk's tokens: the same at layers that turn alike."""
+        number = self._turning_alike[number]
+        if number not in self._of_chunk:
+            mine = (self._before >= chunk.start) & (self._before < chunk.stop)
+            self._of_chunk[number] = Carried(
+                self._computed[chunk],
+                self._slots,
+                torch.where(mine, self._before - chunk.start, -1),
+                self._distances,
+                self._shares,
+                *self._turns(number),
+            )
+        return self._of_chunk[number]
 
     def _turns(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """By how much changes of a layer's keys turn on their way, cosine and sine
         `[distances, pairs]`."""
-        number = self._turning_alike[number]
         if number not in self._tables:
             rope, device = self._layers[number].rope, self._slots.device
             none = torch.zeros(self._longest, 0, device=device)

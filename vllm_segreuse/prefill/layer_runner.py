@@ -20,7 +20,7 @@ from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.plan.programs import LAST_PROBES
-from vllm_segreuse.prefill.attention import PassAttention, Watching
+from vllm_segreuse.prefill.attention import PassAttention, Queries, Watching
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.graphs import CudaGraphs
@@ -67,12 +67,6 @@ def model_layers(kinds: list[AttentionKind]) -> ModelLayers:
     return ModelLayers(len(kinds), tuple(scored))
 
 
-def _turn_alike(one: LayerKv, other: LayerKv) -> bool:
-    if one.rope is None or other.rope is None:
-        return one.rope is other.rope
-    return one.rope.same_as(other.rope)
-
-
 class LayerRunner:
     """Runs ranges of the model's layers on tokens of a batch, chunk by chunk.
 
@@ -113,8 +107,7 @@ class LayerRunner:
         self.layouts = [layer.layout for layer in layers]
         self.known = layers
         self.turning_alike = [
-            next(i for i, other in enumerate(layers) if _turn_alike(layer, other))
-            for layer in layers
+            next(i for i, other in enumerate(layers) if layer.turns_like(other)) for layer in layers
         ]
         self.attention = attention
         self.settings = settings
@@ -142,7 +135,7 @@ class LayerRunner:
             return state
         whole = last if self._for_drafts.output else min(last, len(self.stack) - 1)
         outputs = Collected(len(tokens), state)
-        asked = 0 if watching is None else watching.num_layers
+        asked = 0 if watching is None else watching.num_scored
         most = batch.chunk_tokens(self.settings.max_chunk_tokens, last - first + asked)
         for part, chunk in self.attention.parts(tokens, most):
             attending = self.attention.forward_context(chunk, batch.block_tables, watching=watching)
@@ -254,7 +247,7 @@ class LayerRunner:
     ) -> Chunks[LayerState]:
         outputs = Collected(len(tokens))
         graphs = self.graphs if self.settings.compiled else None
-        asked = 0 if watching is None else watching.num_layers
+        asked = 0 if watching is None else watching.num_scored
         most = batch.chunk_tokens(self.settings.max_chunk_tokens, len(self) + asked)
         for part, chunk in self.attention.parts(tokens, most):
             size = 0 if graphs is None else graphs.size_for(chunk)
@@ -274,7 +267,7 @@ class LayerRunner:
         return outputs.state
 
     def up_to_choice(
-        self, wanted: Index, computed: Index, last: int, queries: Watching, batch: Batch
+        self, wanted: Index, computed: Index, last: int, queries: Queries, batch: Batch
     ) -> Chunks[tuple[Index, LayerState]]:
         """The layers that some tokens are asked at, and all layers on the others that are computed
         with them.
