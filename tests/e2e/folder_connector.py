@@ -105,6 +105,7 @@ class FolderConnector(KVConnectorBase_V1):
         self.pages: dict[str, torch.Tensor] = {}
         self.under_way: dict[str, tuple[Load, int]] = {}
         self.written: list[str] = []
+        self.filled: dict[str, list[int]] = {}
         self.failed_blocks: set[int] = set()
         self.stats = FolderStats()
 
@@ -161,7 +162,7 @@ class FolderConnector(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> FolderHandshake:
         return FolderHandshake(len(self.pages))
 
-    def _blocks(self, pages: torch.Tensor) -> torch.Tensor:
+    def by_block(self, pages: torch.Tensor) -> torch.Tensor:
         """The same memory, with the block's number first."""
         return pages.movedim(pages.shape.index(self._kv_cache_config.num_blocks), 0)
 
@@ -171,7 +172,7 @@ class FolderConnector(KVConnectorBase_V1):
         for request_id, load in metadata.loads.items():
             self.under_way[request_id] = (load, self.steps)
         for request_id, block_ids in metadata.sends.items():
-            content = {name: self._blocks(it)[block_ids] for name, it in self.pages.items()}
+            content = {name: self.by_block(it)[block_ids] for name, it in self.pages.items()}
             torch.save(content, self.folder / request_id)
             self.written.append(request_id)
 
@@ -195,8 +196,9 @@ class FolderConnector(KVConnectorBase_V1):
         if not file.exists():
             return False
         content = torch.load(file)
+        self.filled[load.file] = load.block_ids
         for name, pages in self.pages.items():
-            self._blocks(pages)[load.block_ids] = content[name][-len(load.block_ids) :]
+            self.by_block(pages)[load.block_ids] = content[name][-len(load.block_ids) :]
         self.stats.data = {"blocks": self.stats.data.get("blocks", 0) + len(load.block_ids)}
         return True
 

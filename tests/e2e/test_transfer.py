@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, _answer, engine
@@ -20,6 +21,7 @@ from vllm_segreuse.features.transfer.scheduler import EXACT_UNTIL
 OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16}
 PREFILL = {"kv_transfer_params": {"do_remote_decode": True}}
 NOISE = 2e-3  # of float32
+ROUNDING = 2e-5  # of float32 where the same tokens are computed together
 LIMITS = {"dtype": "float32", "max_model_len": 1536}
 NUM_MIXED, NUM_PLAIN = 32, 10
 
@@ -108,16 +110,6 @@ def handed_over(running: Engine, prompt: list[int], options: dict[str, Any]) -> 
     [output] = running.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     settle(running)
     return dict(output.kv_transfer_params)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Several add up partial sums of attention as they finish: the last bits differ from run to
-    run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -289,17 +281,19 @@ def test_the_report_of_the_prefill_engine_goes_with_the_blocks(cases: list[Case]
 
 
 @pytest.mark.patches("block_pool")
-def test_answers_are_those_of_one_engine(decoding: Engine, cases: list[Case]) -> None:
-    """And no block has an exact name but those in front of the approximate ones."""
+def test_answers_are_those_of_one_engine(decoding: Engine, cases: list[Case], folder: Path) -> None:
+    """KV is the same to the last bit; no block has an exact name but those in front of the
+    approximate ones."""
     same = 0
     for case in cases:
         decoding.reset()
         answer = asked(decoding, case)
         assert answer.token_ids == case.whole.token_ids
-        if case.supplies_all_but_one:  # the same tokens are computed together
-            assert answer.logprobs == case.whole.logprobs
-            same += 1
-        assert_same(answer, case.whole, NOISE)
+        # Where the same tokens are computed together, only the rounding of a product of matrices is
+        # left, which depends on where memory lies.
+        assert_same(answer, case.whole, ROUNDING if case.supplies_all_but_one else NOISE)
+        same += case.supplies_all_but_one
+        _check_blocks(decoding, folder, case)
         whole = case.prompt + answer.token_ids
         exact = whole[: case.exact] if case.is_approximate else whole[:-1]
         assert exact_names(decoding) == names_of(decoding, exact)
@@ -307,6 +301,17 @@ def test_answers_are_those_of_one_engine(decoding: Engine, cases: list[Case]) ->
     moved = theirs(decoding)
     assert len(moved.heard["loaded"]) == len(cases)
     assert [it.num_layers for it in moved.handshakes.values()] == [layers_of(decoding)]
+
+
+def _check_blocks(decoding: Engine, folder: Path, case: Case) -> None:
+    """But of the last one, whose last token the decode engine computes."""
+    name, worker = case.params["remote_request_id"], get_kv_transfer_group().beside
+    block_ids = worker.filled[name][:-1]
+    content = torch.load(folder / name)
+    assert len(worker.pages) == layers_of(decoding)
+    for layer, pages in worker.pages.items():
+        wanted = content[layer][-len(block_ids) - 1 : -1]
+        assert torch.equal(worker.by_block(pages)[block_ids], wanted)
 
 
 def test_engines_that_forget_nothing_name_nothing_else(decoding: Engine, cases: list[Case]) -> None:
