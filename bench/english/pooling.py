@@ -48,7 +48,12 @@ def able_tasks(cells: Cells) -> dict[str, bool]:
 
 
 def counted_numbers(cells: Cells) -> dict[str, set[int]]:
-    """Of each task, the numbers of the examples whose answers count.
+    """Of each task, the numbers of the examples whose answers count: see `counting`."""
+    return counting(full_scores(cells))
+
+
+def counting(full: Mapping[str, Mapping[int, float]]) -> dict[str, set[int]]:
+    """Of each task, the numbers of the examples whose answers count, by full prefill's scores.
 
     One half of them, the even or the odd numbers, counts where full prefill answers at least half
     of the other. By its own answers a half would count where full prefill was lucky and be left out
@@ -56,7 +61,7 @@ def counted_numbers(cells: Cells) -> dict[str, set[int]]:
     example of a task counts.
     """
     counted: dict[str, set[int]] = {}
-    for task, scores in full_scores(cells).items():
+    for task, scores in full.items():
         halves = [{number for number in scores if number % 2 == odd} for odd in (0, 1)]
         counted[task] = {
             number

@@ -25,7 +25,8 @@ from bench.english.tasks import TASKS
 from bench.quality import seeds
 
 COLUMNS = (
-    *("source", "share", "lead", "examples", "first_kl", "kl_p90", "answer_kl", "same_answers"),
+    *("source", "share", "lead", "examples", "work", "first_kl", "kl_p90", "answer_kl"),
+    *("counted", "over_full", "less_full_low", "less_full_high"),
     *("answer_kl_less_focus", "answer_kl_less_focus_low", "answer_kl_less_focus_high"),
 )
 """Of a row, what is printed; its file has more."""

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
+from bench.english import grading
 from bench.english.prompts import Prompts
 from bench.english.tasks import draw
 from bench.english.tasks.base import Example
@@ -93,7 +94,8 @@ class Laboratory:
                 documents=len(example.documents),
                 tokens=len(asked.tokens),
                 reused=scene.num_reused,
-                leads=_outcomes(scene, wanted),
+                full=self._score(example, asked.answer),
+                leads=self._outcomes(scene, example, wanted),
             )
 
     def _scene(
@@ -126,12 +128,17 @@ class Laboratory:
                 return example
         return None
 
+    def _outcomes(self, scene: Scene, example: Example, wanted: Wanted) -> dict[str, Outcome]:
+        asked, found = scene.asked, {}
+        for named in wanted.leads:
+            for share in wanted.shares if named.has_share else (0.0,):
+                name = f"{named.name}@{share:g}" if named.has_share else named.name
+                answered = named.lead(scene, round(share * scene.num_reused))
+                score = self._score(example, answered.own(asked.answer))
+                found[name] = Outcome.of(asked, answered.logits, score)
+        return found
 
-def _outcomes(scene: Scene, wanted: Wanted) -> dict[str, Outcome]:
-    asked, found = scene.asked, {}
-    for named in wanted.leads:
-        for share in wanted.shares if named.has_share else (0.0,):
-            name = f"{named.name}@{share:g}" if named.has_share else named.name
-            logits = named.lead(scene, round(share * scene.num_reused))
-            found[name] = Outcome.of(asked.logits, asked.answer, logits)
-    return found
+    def _score(self, example: Example, answer: Sequence[int]) -> float:
+        read = answer[: example.answer_tokens]
+        said = self._decoder.tokenizer.decode(read, skip_special_tokens=True)
+        return grading.score(said, example.answers, example.wrong)

@@ -15,11 +15,11 @@ from types import MappingProxyType
 import torch
 
 from bench.reuse.decoder import Carry
-from bench.reuse.scene import Scene
+from bench.reuse.scene import Answered, Scene
 from vllm_segreuse.kernels.pages import Share
 
-Lead = Callable[[Scene, int], torch.Tensor]
-"""Logits `[answer, vocabulary]` of a scene of which so many reused tokens are computed."""
+Lead = Callable[[Scene, int], Answered]
+"""Answers a scene of which so many reused tokens are computed."""
 
 BEGINNING = 4
 """First tokens of a document: attention sinks, where it was computed alone."""
@@ -33,19 +33,19 @@ def focus_scores(scene: Scene, paid: torch.Tensor | None = None) -> torch.Tensor
     return paid[len(paid) // 2 : -1].sum((0, 2)).prod(0).sqrt()
 
 
-def _shift(scene: Scene, number: int) -> torch.Tensor:
+def _shift(scene: Scene, number: int) -> Answered:
     return scene.answered(_NOTHING)
 
 
-def _focus(scene: Scene, number: int) -> torch.Tensor:
+def _focus(scene: Scene, number: int) -> Answered:
     return scene.answered(scene.best(focus_scores(scene), number))
 
 
-def _prophet(scene: Scene, number: int) -> torch.Tensor:
+def _prophet(scene: Scene, number: int) -> Answered:
     return scene.answered(scene.best(scene.paid[:, 0].sum((0, 1)), number))
 
 
-def _norms(scene: Scene, number: int) -> torch.Tensor:
+def _norms(scene: Scene, number: int) -> Answered:
     """Attention times the norm of the value that it brings."""
     norms = scene.kv.values[:, :, : len(scene.asked.tokens)].float().norm(dim=-1)
     groups = scene.paid.shape[2] // norms.shape[1]
@@ -56,14 +56,14 @@ def _norms(scene: Scene, number: int) -> torch.Tensor:
 def of_layers(layers: tuple[int, ...]) -> Lead:
     """`focus` with the attention of other layers than the second half."""
 
-    def lead(scene: Scene, number: int) -> torch.Tensor:
+    def lead(scene: Scene, number: int) -> Answered:
         scores = scene.paid[list(layers)].sum((0, 2)).prod(0).sqrt()
         return scene.answered(scene.best(scores, number))
 
     return lead
 
 
-def _two_rounds(scene: Scene, number: int) -> torch.Tensor:
+def _two_rounds(scene: Scene, number: int) -> Answered:
     """Half, and then what the question attends to once that half is recomputed."""
     first = scene.best(focus_scores(scene), number // 2)
     kv = scene.kv.copy()
@@ -73,7 +73,7 @@ def _two_rounds(scene: Scene, number: int) -> torch.Tensor:
     return scene.answered(scene.best(scores, number - len(first)), kv)
 
 
-def _rollout(scene: Scene, number: int) -> torch.Tensor:
+def _rollout(scene: Scene, number: int) -> Answered:
     """A third is computed to see what it attends to; it is computed once more beside as many of
     that (attention rollout, arXiv 2005.00928, of one step)."""
     first = scene.best(focus_scores(scene), number // 3)
@@ -84,7 +84,7 @@ def _rollout(scene: Scene, number: int) -> torch.Tensor:
     return scene.answered(torch.cat([first, beside]).sort().values)
 
 
-def _of_documents(scene: Scene, number: int) -> torch.Tensor:
+def _of_documents(scene: Scene, number: int) -> Answered:
     """All of it in the documents that got most attention: half of them."""
     scores = focus_scores(scene)
     documents = scene.asked.documents
@@ -96,7 +96,7 @@ def _of_documents(scene: Scene, number: int) -> torch.Tensor:
     return scene.answered(scene.best(scores.masked_fill(~inside, -1), number))
 
 
-def _each(scene: Scene, number: int) -> torch.Tensor:
+def _each(scene: Scene, number: int) -> Answered:
     """Of each document its share."""
     scores, chosen = focus_scores(scene), []
     for first, stop in scene.asked.documents:
@@ -105,20 +105,20 @@ def _each(scene: Scene, number: int) -> torch.Tensor:
     return scene.answered(torch.cat(chosen).sort().values)
 
 
-def _evenly(scene: Scene, number: int) -> torch.Tensor:
+def _evenly(scene: Scene, number: int) -> Answered:
     """Every so manieth: what a choice is worth is the difference to this."""
     reused = scene.is_document.nonzero()[:, 0]
     return scene.answered(reused[torch.linspace(0, len(reused) - 1, number).long().unique()])
 
 
-def _beginnings(scene: Scene, number: int) -> torch.Tensor:
+def _beginnings(scene: Scene, number: int) -> Answered:
     """The first tokens of each document always."""
     scores = focus_scores(scene)
     scores[_first_tokens(scene.asked.documents)] = float("inf")
     return scene.answered(scene.best(scores, number))
 
 
-def _hidden(scene: Scene, number: int) -> torch.Tensor:
+def _hidden(scene: Scene, number: int) -> Answered:
     """Nobody attends to the first tokens of any document but the first."""
     kv = scene.kv.copy()
     kv.hidden = _first_tokens(scene.asked.documents[1:])
@@ -135,7 +135,7 @@ def further(share: float) -> Lead:
     """Recomputed KV goes on beyond what was computed: of its way to full prefill's, recomputation
     among moved neighbours makes a part only."""
 
-    def lead(scene: Scene, number: int) -> torch.Tensor:
+    def lead(scene: Scene, number: int) -> Answered:
         return scene.answered(scene.best(focus_scores(scene), number), further=share)
 
     return lead
@@ -144,7 +144,7 @@ def further(share: float) -> Lead:
 def carried(values: Share, keys: Share | None = None) -> Lead:
     """Tokens behind a recomputed one take part in the change of its value, and of its key."""
 
-    def lead(scene: Scene, number: int) -> torch.Tensor:
+    def lead(scene: Scene, number: int) -> Answered:
         chosen = scene.best(focus_scores(scene), number)
         document = torch.zeros(len(scene.asked.tokens), dtype=torch.int64)
         for i, (first, stop) in enumerate(scene.asked.documents, 1):
@@ -166,7 +166,7 @@ def carried(values: Share, keys: Share | None = None) -> Lead:
 def scaled(factor: float) -> Lead:
     """Moved keys times a factor: a temperature of the attention to them (arXiv 2502.05431)."""
 
-    def lead(scene: Scene, number: int) -> torch.Tensor:
+    def lead(scene: Scene, number: int) -> Answered:
         kv = scene.kv.copy()
         kv.keys[:, :, scene.is_document.nonzero()[:, 0]] *= factor
         return scene.answered(scene.best(focus_scores(scene), number), kv)
@@ -174,20 +174,20 @@ def scaled(factor: float) -> Lead:
     return lead
 
 
-def _exact(scene: Scene, number: int) -> torch.Tensor:
+def _exact(scene: Scene, number: int) -> Answered:
     """Full prefill's KV in place of what `focus` would recompute."""
     kv = scene.kv.copy()
     kv.take(scene.asked.exact, scene.best(focus_scores(scene), number))
     return scene.answered(_NOTHING, kv)
 
 
-def _foreseen(scene: Scene, number: int) -> torch.Tensor:
+def _foreseen(scene: Scene, number: int) -> Answered:
     """Chosen by the attention that the question pays in full prefill."""
     paid = scene.read(scene.asked.exact.copy(), _NOTHING)
     return scene.answered(scene.best(focus_scores(scene, paid), number))
 
 
-def _smaller(scene: Scene, number: int) -> torch.Tensor:
+def _smaller(scene: Scene, number: int) -> Answered:
     """Chosen by another model, which read the same prompt."""
     if scene.chooser is None:
         raise ValueError("no model chooses for this one: give one with --chooser DIR")

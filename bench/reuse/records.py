@@ -4,36 +4,46 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from bench.english.pooling import p90
+from bench.english.pooling import counting, p90
 from bench.english.records import rounded
 from bench.english.tape import apart, favourites
 from bench.harness import Row, SuiteResult
 from bench.quality import statistics
+from bench.reuse.scene import Asked
 
 BASELINE = "focus"
+Key = tuple[str, int]
+"""Task and number of an example."""
 DIGITS = 4
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a lead comes to on one example; see `bench.english.tape.Apart`."""
+    """What a lead comes to on one example.
+
+    Attributes:
+        first_kl, answer_kl, agreement: see `bench.english.tape.Apart`.
+        score: of its own answer (`bench.english.grading`).
+    """
 
     first_kl: float
     answer_kl: float
     agreement: float
+    score: float
 
     @classmethod
-    def of(cls, full: torch.Tensor, answer: list[int], logits: torch.Tensor) -> Outcome:
-        """Of logits `[answer, vocabulary]` of full prefill, its answer, and a lead's logits."""
+    def of(cls, asked: Asked, logits: torch.Tensor, score: float) -> Outcome:
+        """Of a prompt, a lead's logits `[answer, vocabulary]`, and its score."""
         said = list(logits)
-        return cls(*map(rounded, apart(list(full), answer, said, favourites(said))))
+        found = apart(list(asked.logits), asked.answer, said, favourites(said))
+        return cls(*map(rounded, found), score=round(score, DIGITS))
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Record:
         documents: their number.
         tokens: of the prompt.
         reused: tokens of the documents.
+        full: score of full prefill's answer.
         leads: outcomes by lead and share, as `focus@0.15`.
         commit: of the code; None: of a record from before it was kept.
     """
@@ -56,8 +67,13 @@ class Record:
     documents: int
     tokens: int
     reused: int
+    full: float
     leads: Mapping[str, Outcome]
     commit: str | None = None
+
+    def work(self, share: float) -> float:
+        """Tokens computed of those of the prompt, where this share of the reused ones was."""
+        return 1 - (1 - share) * self.reused / self.tokens
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -78,23 +94,47 @@ class Record:
 def figures(records: Iterable[Record]) -> SuiteResult:
     """A row for each source, share and lead: means, and differences from `focus` at the same share
     on the same examples, with intervals of 95 %."""
-    outcomes: dict[tuple[str, str], dict[tuple[str, int], Outcome]] = defaultdict(dict)
-    examples = set()
+    cells: dict[tuple[str, str], dict[Key, Record]] = defaultdict(dict)
+    full: dict[str, dict[int, float]] = defaultdict(dict)
     for record in records:
-        examples.add((record.task, record.number))
-        for name, outcome in record.leads.items():
-            outcomes[record.source, name][record.task, record.number] = outcome
-    rows = [_row(source, name, found, outcomes) for (source, name), found in outcomes.items()]
+        full[record.task][record.number] = record.full
+        for name in record.leads:
+            cells[record.source, name][record.task, record.number] = record
+    counted = counting(full)
+    rows = []
+    for (source, name), asked in cells.items():
+        found = {key: record.leads[name] for key, record in asked.items()}
+        same = cells.get((source, f"{BASELINE}@{name.partition('@')[2]}"), {})
+        baseline = {
+            key: one.leads[f"{BASELINE}@{name.partition('@')[2]}"] for key, one in same.items()
+        }
+        row = _row(source, name, found, baseline)
+        counts = [key for key in found if key[1] in counted[key[0]]]
+        rows.append(row | _by_answers([(found[key].score, asked[key].full) for key in counts]))
+        rows[-1]["work"] = round(
+            fmean(one.work(row["share"] or 0.0) for one in asked.values()), DIGITS
+        )
     sources = list(dict.fromkeys(row["source"] for row in rows))
     rows.sort(key=lambda row: (sources.index(row["source"]), row["share"] or 0, row["answer_kl"]))
-    return {"rows": rows, "summary": {"examples": len(examples)}}
+    return {"rows": rows, "summary": {"examples": sum(map(len, full.values()))}}
+
+
+def _by_answers(scores: Sequence[tuple[float, float]]) -> Row:
+    """Of a lead's score and full prefill's of each example that counts."""
+    leads, full = [one for one, _ in scores], [other for _, other in scores]
+    if not any(full):
+        return {"counted": len(scores), "over_full": None}
+    low, high = statistics.difference_interval(leads, full)
+    return {
+        "counted": len(scores),
+        "over_full": round(sum(leads) / sum(full), DIGITS),
+        "less_full_low": round(low, DIGITS),
+        "less_full_high": round(high, DIGITS),
+    }
 
 
 def _row(
-    source: str,
-    name: str,
-    found: Mapping[tuple[str, int], Outcome],
-    outcomes: Mapping[tuple[str, str], Mapping[tuple[str, int], Outcome]],
+    source: str, name: str, found: Mapping[Key, Outcome], baseline: Mapping[Key, Outcome]
 ) -> Row:
     lead, _, share = name.partition("@")
     first = [one.first_kl for one in found.values()]
@@ -109,7 +149,6 @@ def _row(
         "agreement": round(fmean(one.agreement for one in found.values()), DIGITS),
         "same_answers": round(fmean(one.agreement == 1 for one in found.values()), DIGITS),
     }
-    baseline = outcomes.get((source, f"{BASELINE}@{share}"), {})
     both = [key for key in found if key in baseline]
     if lead == BASELINE or not both:
         return row

@@ -14,13 +14,10 @@ from functools import cached_property
 import torch
 
 from bench.english.prompts import Prompts
-from bench.english.tasks.base import Example
+from bench.english.tasks.base import ANSWER_TOKENS, Example
 from bench.reuse.decoder import KV, Carry, Decoder, Paid
 from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.policies.base import QUESTION_TOKENS
-
-ANSWER_TOKENS = 16
-"""Tokens of the full answer along which distributions are compared."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +45,47 @@ def in_full(decoder: Decoder, prompts: Prompts, example: Example) -> Asked:
     room = len(tokens) + ANSWER_TOKENS
     kv, answer, logits = decoder.empty(room), [], []
     computed, first = tokens, 0
-    while True:
+    while not _has_ended(answer, decoder):
         positions = torch.arange(first, first + len(computed))
         logits.append(decoder.compute(kv, computed, positions))
         answer.append(int(logits[-1].argmax()))
-        if answer[-1] in decoder.stops or len(answer) == ANSWER_TOKENS:
-            break
         computed, first = answer[-1:], first + len(computed)
     documents = _where(tokens, [prompts.encode_document(text) for text in example.documents])
     return Asked(tokens, documents, kv, answer, torch.cat(logits))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a model says behind a prompt.
+
+    Attributes:
+        logits: float32 `[answer, vocabulary]`, along the answer of full prefill.
+        kv: of the prompt and that answer.
+        stop: tokens of the prompt.
+        decoder: that computes.
+    """
+
+    logits: torch.Tensor
+    kv: KV
+    stop: int
+    decoder: Decoder
+
+    def own(self, answer: Sequence[int]) -> list[int]:
+        """Its own answer, which goes its way where it leaves that of full prefill."""
+        said: list[int] = []
+        for given, token in zip(answer, self.logits.argmax(-1).tolist(), strict=True):
+            said.append(token)
+            if token != given:
+                break
+        kv = self.kv.copy()
+        while not _has_ended(said, self.decoder):
+            position = torch.tensor([self.stop + len(said) - 1])
+            said.append(int(self.decoder.compute(kv, said[-1:], position).argmax()))
+        return said
+
+
+def _has_ended(answer: Sequence[int], decoder: Decoder) -> bool:
+    return len(answer) == ANSWER_TOKENS or (bool(answer) and answer[-1] in decoder.stops)
 
 
 def computed_in(
@@ -166,16 +195,13 @@ class Scene:
         kv: KV | None = None,
         further: float = 0.0,
         carry: Carry | None = None,
-    ) -> torch.Tensor:
-        """What the model would say along the answer of full prefill.
+    ) -> Answered:
+        """What the model says where these tokens are recomputed.
 
         Args:
             chosen: positions of reused tokens that are recomputed beside the question.
             kv: of the prompt; None: as the first reading left it. Not written to.
             further, carry: see `Decoder.compute`; of the chosen ones.
-
-        Returns:
-            float32 `[answer, vocabulary]`.
         """
         positions = self._with_question(chosen)
         said = self.asked.answer[:-1]
@@ -184,14 +210,16 @@ class Scene:
         if further:
             shares = torch.zeros(len(positions) + len(said), dtype=torch.float32)
             shares[: len(positions)][torch.isin(positions, chosen)] = further
-        return self.decoder.compute(
-            (kv or self.kv).copy(),
+        kv = (kv or self.kv).copy()
+        logits = self.decoder.compute(
+            kv,
             torch.cat([self._ids(positions), torch.tensor(said, dtype=torch.int64)]),
             torch.cat([positions, behind]),
             logits=len(self.asked.answer),
             further=shares,
             carry=carry,
         )
+        return Answered(logits, kv, len(self.asked.tokens), self.decoder)
 
     def best(self, scores: torch.Tensor, number: int) -> torch.Tensor:
         """Positions of the reused tokens of the largest scores, ascending.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -156,9 +157,9 @@ def test_all_tokens_recomputed_are_full_prefill(
 ) -> None:
     scene = scene_of(decoder, prompts, asked, source)
     moved_only = scene.answered(torch.empty(0, dtype=torch.int64))
-    assert not torch.allclose(moved_only, asked.logits, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(moved_only.logits, asked.logits, rtol=1e-3, atol=1e-3)
     everything = scene.answered(scene.is_document.nonzero()[:, 0])
-    torch.testing.assert_close(everything, asked.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(everything.logits, asked.logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_a_lead_computes_no_more_than_its_share(
 
     monkeypatch.setattr(Decoder, "compute", counted)
     number = round(0.3 * scene.num_reused)
-    logits = leads.lead(name).lead(scene, number)
+    logits = leads.lead(name).lead(scene, number).logits
     assert logits.shape == asked.logits.shape
     assert sum(computed) <= number + 2  # shares of documents are rounded
     if name not in ("shift", "exact"):
@@ -207,12 +208,31 @@ def test_no_lead_changes_the_scene(decoder: Decoder, prompts: Prompts, asked: As
         assert torch.equal(one, other)
 
 
+def test_an_answer_goes_its_own_way_where_it_leaves_the_full_one(
+    decoder: Decoder, prompts: Prompts, asked: Asked
+) -> None:
+    scene = scene_of(decoder, prompts, asked)
+    answered = scene.answered(scene.best(leads.focus_scores(scene), 9))
+    said = answered.own(asked.answer)
+    differ = [i for i, (a, b) in enumerate(zip(said, asked.answer, strict=True)) if a != b]
+    assert differ, "or this shows nothing"
+    assert said != answered.logits.argmax(-1).tolist(), "which follows the full answer"
+    # The same answer token by token.
+    kv, position = answered.kv.copy(), len(asked.tokens)
+    for given, following in pairwise(said):
+        logits = decoder.compute(kv, [given], torch.tensor([position]))
+        assert int(logits.argmax()) == following
+        position += 1
+    everything = scene.answered(scene.is_document.nonzero()[:, 0])
+    assert everything.own(asked.answer) == asked.answer
+
+
 def test_exact_kv_of_all_tokens_is_full_prefill(
     decoder: Decoder, prompts: Prompts, asked: Asked
 ) -> None:
     scene = scene_of(decoder, prompts, asked, "alone")
     found = leads.LEADS["exact"](scene, scene.num_reused)
-    torch.testing.assert_close(found, asked.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.logits, asked.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_further_goes_beyond_what_is_computed(
@@ -220,9 +240,10 @@ def test_further_goes_beyond_what_is_computed(
 ) -> None:
     scene = scene_of(decoder, prompts, asked)
     chosen = scene.best(leads.focus_scores(scene), 9)
-    none = scene.answered(chosen, further=0.0)
-    assert torch.equal(scene.answered(chosen), none)
-    assert not torch.allclose(scene.answered(chosen, further=0.5), none, rtol=1e-3, atol=1e-3)
+    none = scene.answered(chosen, further=0.0).logits
+    assert torch.equal(scene.answered(chosen).logits, none)
+    half = scene.answered(chosen, further=0.5).logits
+    assert not torch.allclose(half, none, rtol=1e-3, atol=1e-3)
 
 
 def test_hidden_tokens_are_attended_to_by_nobody(decoder: Decoder) -> None:
@@ -291,13 +312,13 @@ def test_what_is_not_there_is_named(names: tuple[str, str, str], message: str) -
         Wanted.named(*names)
 
 
-def outcome(kl: float, agreement: float = 1.0) -> records.Outcome:
-    return records.Outcome(first_kl=kl, answer_kl=kl / 2, agreement=agreement)
+def outcome(kl: float, agreement: float = 1.0, score: float = 1.0) -> records.Outcome:
+    return records.Outcome(first_kl=kl, answer_kl=kl / 2, agreement=agreement, score=score)
 
 
 def test_differences_are_of_the_same_examples_and_share() -> None:
     def record(number: int, **found: records.Outcome) -> records.Record:
-        return records.Record("chat", number, "alone", 4, 500, 400, found)
+        return records.Record("chat", number, "alone", 4, 500, 400, 1.0, found)
 
     both = [
         record(i, **{"focus@0.1": outcome(0.4), "norms@0.1": outcome(0.2 + i / 100)})
@@ -315,6 +336,20 @@ def test_differences_are_of_the_same_examples_and_share() -> None:
     assert again == both
 
 
+def test_only_answers_count_that_full_prefill_can_give() -> None:
+    def record(number: int, full: float, score: float) -> records.Record:
+        found = {"focus@0.25": outcome(0.1, score=score)}
+        return records.Record("chat", number, "alone", 4, 500, 400, full, found)
+
+    # Full prefill answers the even numbers, so the odd ones count.
+    asked = [record(0, 1.0, 0.0), record(2, 1.0, 0.0), record(1, 0.0, 0.0), record(3, 0.5, 0.25)]
+    [row] = records.figures(asked)["rows"]
+    assert row["counted"] == 2
+    assert row["over_full"] == 0.5
+    assert row["less_full_low"] < -0.125 < row["less_full_high"]
+    assert row["work"] == pytest.approx((100 + 0.25 * 400) / 500)
+
+
 class Asks:
     """Stands for the laboratory: every lead is as good as the other."""
 
@@ -325,7 +360,7 @@ class Asks:
         names = [f"{one.name}@{share:g}" for one in wanted.leads for share in wanted.shares]
         found = {name: outcome(0.1) for name in names}
         for source in wanted.sources:
-            yield records.Record(task, number, source, 4, 500, 400, found)
+            yield records.Record(task, number, source, 4, 500, 400, 1.0, found)
 
 
 def test_a_second_start_goes_on_with_the_same_leads_and_code_only(

@@ -140,6 +140,6 @@ def test_the_laboratory_without_an_engine_chooses_as_the_engine_does(
     close = 0.2 * outcomes["shift"].first_kl
     for share, one in arms.items():
         named = lead("carried=.25+.4+3/.4+.4+6" if share else "shift")
-        logits = named.lead(scene, round(share * scene.num_reused))
-        found = LabOutcome.of(asked.logits, asked.answer, logits)
+        answered = named.lead(scene, round(share * scene.num_reused))
+        found = LabOutcome.of(asked, answered.logits, score=1.0)
         assert found.first_kl == pytest.approx(outcomes[one.name].first_kl, abs=close)
