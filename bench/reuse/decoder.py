@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,27 +78,33 @@ class Paid:
         self.sums.append(torch.stack([shares.sum(1), shares[:, -self._last :].sum(1)]))
 
 
-class Carry:
-    """Tokens that are not computed take part in what others, which are, have changed: of the change
-    of the nearest computed token in front of each, a share.
+@dataclass(frozen=True)
+class Side:
+    """The nearest computed token on one side of each token that is not computed.
 
-    Args:
-        computed: int64 `[computed]`, ascending: whose KV is compared with what stood there.
-        others: int64 `[others]`, each behind one of these.
+    Attributes:
+        rows: which of the computed ones, int64 `[others]`; -1: there is none.
+        distances: from it, int64 `[others]`, below 0 in front of it.
         values, keys: shares `[others]` of the change of either; None: of keys none.
     """
 
-    def __init__(
-        self,
-        computed: torch.Tensor,
-        others: torch.Tensor,
-        values: torch.Tensor,
-        keys: torch.Tensor | None = None,
-    ) -> None:
-        self._computed, self._others = computed, others
-        self._values, self._keys = values, keys
-        self._from = torch.searchsorted(computed, others) - 1
-        self.distance = others - computed[self._from]
+    rows: torch.Tensor
+    distances: torch.Tensor
+    values: torch.Tensor
+    keys: torch.Tensor | None = None
+
+
+class Carry:
+    """Tokens that are not computed take part in what others, which are, have changed.
+
+    Args:
+        computed: int64 `[computed]`, ascending: whose KV is compared with what stood there.
+        others: int64 `[others]`.
+        sides: whose changes they take part in.
+    """
+
+    def __init__(self, computed: torch.Tensor, others: torch.Tensor, sides: Sequence[Side]) -> None:
+        self._computed, self._others, self._sides = computed, others, sides
 
     def write(
         self,
@@ -106,7 +113,7 @@ class Carry:
         key: torch.Tensor,
         value: torch.Tensor,
         positions: torch.Tensor,
-        turned: Callable[[torch.Tensor], torch.Tensor],
+        turned: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
         """Change the KV of others.
 
@@ -115,23 +122,31 @@ class Carry:
             layer: whose.
             key, value: `[heads, tokens, channels]`, about to be written.
             positions: where.
-            turned: gives changes of keys `[heads, others, channels]` at the others' positions.
+            turned: gives changes of keys `[heads, others, channels]`, so many positions further
+                `[1, others]`.
         """
-        if self._keys is not None:
-            change = self._change(kv.keys[layer], key, positions)
-            self._add(kv.keys[layer], self._keys[:, None] * turned(change))
-        change = self._change(kv.values[layer], value, positions)
-        self._add(kv.values[layer], self._values[:, None] * change)
+        change_of_keys = self._changes(kv.keys[layer], key, positions)
+        change_of_values = self._changes(kv.values[layer], value, positions)
+        for side in self._sides:
+            there = side.rows >= 0
+            rows, distances = side.rows[there], side.distances[there][None]
+            if side.keys is not None:
+                turning = turned(change_of_keys[:, rows], distances)
+                self._add(kv.keys[layer], there, side.keys, turning)
+            self._add(kv.values[layer], there, side.values, change_of_values[:, rows])
 
-    def _change(
+    def _add(
+        self, held: torch.Tensor, there: torch.Tensor, shares: torch.Tensor, change: torch.Tensor
+    ) -> None:
+        others = self._others[there]
+        carried = held[:, others].float() + shares[there, None] * change
+        held[:, others] = carried.to(held.dtype)
+
+    def _changes(
         self, held: torch.Tensor, new: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         rows = torch.searchsorted(positions, self._computed)
-        change = new[:, rows].float() - held[:, self._computed].float()
-        return change[:, self._from]
-
-    def _add(self, held: torch.Tensor, carried: torch.Tensor) -> None:
-        held[:, self._others] = (held[:, self._others].float() + carried).to(held.dtype)
+        return new[:, rows].float() - held[:, self._computed].float()
 
 
 class _Reading:
@@ -144,7 +159,7 @@ class _Reading:
         paid: Paid | None,
         further: torch.Tensor | None,
         carry: Carry | None,
-        turned: Callable[[int, torch.Tensor], torch.Tensor],
+        turned: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
         self._kv, self._positions, self._paid, self._further = kv, positions, paid, further
         self._carry, self._turned = carry, turned
@@ -273,9 +288,8 @@ class Decoder:
             float32 `[logits, vocabulary]`.
         """
 
-        def turned(layer: int, keys: torch.Tensor) -> torch.Tensor:
-            assert carry is not None
-            return self._turned(keys, carry.distance[None], self._layer_types[layer])
+        def turned(layer: int, keys: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+            return self._turned(keys, turn, self._layer_types[layer])
 
         states = self._model.model(
             input_ids=torch.as_tensor(tokens)[None],

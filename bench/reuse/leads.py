@@ -14,15 +14,15 @@ from types import MappingProxyType
 
 import torch
 
-from bench.reuse.decoder import Carry
+from bench.reuse.decoder import Carry, Side
 from bench.reuse.scene import Answered, Scene
 from vllm_segreuse.kernels.pages import Share
+from vllm_segreuse.policies.focus import LEVELLING
+from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT
+from vllm_segreuse.prefill.selection import BEGINNING
 
 Lead = Callable[[Scene, int], Answered]
 """Answers a scene of which so many reused tokens are computed."""
-
-BEGINNING = 4
-"""First tokens of a document: attention sinks, where it was computed alone."""
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
@@ -141,26 +141,67 @@ def further(share: float) -> Lead:
     return lead
 
 
-def carried(values: Share, keys: Share | None = None) -> Lead:
-    """Tokens behind a recomputed one take part in the change of its value, and of its key."""
+def carried(*shares: Share | None) -> Lead:
+    """Tokens that are not recomputed take part in the change of the nearest one that is, in front
+    and behind.
+
+    Args:
+        shares: of values and of keys by the one in front; of values and keys by the one behind.
+    """
 
     def lead(scene: Scene, number: int) -> Answered:
         chosen = scene.best(focus_scores(scene), number)
-        document = torch.zeros(len(scene.asked.tokens), dtype=torch.int64)
-        for i, (first, stop) in enumerate(scene.asked.documents, 1):
-            document[first:stop] = i
-        others = scene.is_document.clone()
-        others[chosen] = False
-        behind = others.nonzero()[:, 0]
-        before = torch.searchsorted(chosen, behind) - 1
-        near_by = before >= 0
-        near_by &= document[chosen[before.clamp_min(0)]] == document[behind]
-        behind, before = behind[near_by], before[near_by]
-        distance = behind - chosen[before]
-        of_keys = None if keys is None else keys.at(distance)
-        return scene.answered(chosen, carry=Carry(chosen, behind, values.at(distance), of_keys))
+        four = [*shares, None, None, None][:4]
+        return scene.answered(chosen, carry=_carry(scene, chosen, four))
 
     return lead
+
+
+def levelled(power: float) -> Lead:
+    """Attention over the mean of the document to this power, its first tokens left out of it."""
+
+    def lead(scene: Scene, number: int) -> Answered:
+        return scene.answered(best_of_levelled(scene, number, power))
+
+    return lead
+
+
+def best_of_levelled(scene: Scene, number: int, power: float) -> torch.Tensor:
+    """Positions of so many tokens, ascending."""
+    scores = focus_scores(scene)
+    for first, stop in scene.asked.documents:
+        scores[first:stop] /= scores[first + BEGINNING : stop].mean() ** power
+    return scene.best(scores, number)
+
+
+def _default(scene: Scene, number: int) -> Answered:
+    """The policy `focus` as it is: levelled, and carried from both sides."""
+    chosen = best_of_levelled(scene, number, LEVELLING)
+    front, behind = FROM_THE_FRONT, FROM_BEHIND
+    four = (front.values, front.keys, behind.values, behind.keys)
+    return scene.answered(chosen, carry=_carry(scene, chosen, four))
+
+
+def _carry(scene: Scene, chosen: torch.Tensor, shares: Sequence[Share | None]) -> Carry:
+    document = torch.zeros(len(scene.asked.tokens), dtype=torch.int64)
+    for i, (first, stop) in enumerate(scene.asked.documents, 1):
+        document[first:stop] = i
+    others = scene.is_document.clone()
+    others[chosen] = False
+    positions = others.nonzero()[:, 0]
+    behind = torch.searchsorted(chosen, positions)
+    sides = []
+    for rows, values, keys in zip((behind - 1, behind), shares[::2], shares[1::2], strict=True):
+        if not len(chosen) or values is None:
+            continue
+        nearest = chosen[rows.clamp(0, len(chosen) - 1)]
+        within = (rows >= 0) & (rows < len(chosen))
+        within &= document[nearest] == document[positions]
+        distances = positions - nearest
+        of_keys = None if keys is None else keys.at(distances.abs())
+        rows = torch.where(within, rows, -1)
+        sides.append(Side(rows, distances, values.at(distances.abs()), of_keys))
+    return Carry(chosen, positions, sides)
 
 
 def scaled(factor: float) -> Lead:
@@ -212,6 +253,7 @@ class Named:
 LEADS: Mapping[str, Lead] = MappingProxyType(
     {
         "shift": _shift,
+        "default": _default,
         "focus": _focus,
         "prophet": _prophet,
         "norms": _norms,
@@ -227,7 +269,12 @@ LEADS: Mapping[str, Lead] = MappingProxyType(
         "smaller": _smaller,
     }
 )
-"""By name; beside them `layers=4+5+9`, `further=.25`, `keys=1.1` and `carried=.25+.4+3`."""
+"""By name, `focus` without what it was given since; beside them `layers=4+5+9`, `levelled=.75`,
+`further=.25`, `keys=1.1` and `carried=.25+.4+3`."""
+
+
+def _share(text: str) -> Share:
+    return Share(*map(float, text.split("+")))
 
 
 def lead(text: str) -> Named:
@@ -243,11 +290,12 @@ def lead(text: str) -> Named:
         if name == "layers":
             return Named(text, of_layers(tuple(int(one) for one in value.split("+"))))
         if name == "carried":
-            both = [Share(*map(float, part.split("+"))) for part in value.split("/")]
-            return Named(text, carried(*both))
-        return Named(text, {"further": further, "keys": scaled}[name](float(value)))
+            return Named(text, carried(*map(_share, value.split("/"))))
+        made = {"further": further, "keys": scaled, "levelled": levelled}[name]
+        return Named(text, made(float(value)))
     except (KeyError, TypeError, ValueError):
         raise ValueError(
-            f"no lead {text!r}; there are {', '.join(LEADS)}, layers=N+N, further=SHARE, "
-            "keys=FACTOR and carried=COMMON+NEAR+REACH (of values, and behind a / of keys)"
+            f"no lead {text!r}; there are {', '.join(LEADS)}, layers=N+N, levelled=POWER, "
+            "further=SHARE, keys=FACTOR and carried=COMMON+NEAR+REACH (of values, and behind a / "
+            "of keys, by the token in front; then both by the one behind)"
         ) from None

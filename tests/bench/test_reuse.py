@@ -170,7 +170,9 @@ def test_all_tokens_recomputed_are_full_prefill(
         "further=.5",
         "keys=1.1",
         "carried=.2+.4+3",
+        "levelled=.75",
         "carried=.2+.4+3/.1+.3+4",
+        "carried=.2+.4+3/.1+.3+4/.1+.2+3/.2+.1+5",
     ],
 )
 def test_a_lead_computes_no_more_than_its_share(

@@ -74,7 +74,9 @@ def program_of(expected: Definition) -> Program:
         "deviation": Deviation(expected.dense),
         "sum": Probed(Gather.SUM, expected.least_share),
         "peak": Probed(Gather.MAX, expected.least_share),
-        "both": Probed(Gather.SUM_AND_LAST, first_layer=expected.from_layer, carries=True),
+        "both": Probed(
+            Gather.SUM_AND_LAST, first_layer=expected.from_layer, levelling=0.75, carries=True
+        ),
     }[expected.score]
 
 
@@ -176,7 +178,7 @@ def test_new_text_between_documents_is_computed_though_it_does_not_ask():
     for policy, program in (
         ("prophet", Probed(Gather.SUM)),
         ("peaks", Probed(Gather.MAX, peaks.LEAST_SHARE)),
-        ("focus", Probed(Gather.SUM_AND_LAST, first_layer=4, carries=True)),
+        ("focus", Probed(Gather.SUM_AND_LAST, first_layer=4, levelling=0.75, carries=True)),
     ):
         recipe = recipe_of(policy, prompt, recompute_ratio=0.2, dense_layers=3)
         assert where(recipe.always) == [0, 1, 32, 33, 34, 65]
@@ -206,7 +208,9 @@ def test_where_everything_is_to_be_chosen_nothing_is_probed(policy):
 def test_focus_counts_the_attention_of_the_second_half_of_the_layers():
     for layers, first in ((1, 0), (2, 1), (7, 3), (24, 12), (28, 14)):
         recipe = recipe_of("focus", prompt_of(("S", 100), ("N", 1)), num_layers=layers)
-        assert recipe.program == Probed(Gather.SUM_AND_LAST, first_layer=first, carries=True)
+        assert recipe.program == Probed(
+            Gather.SUM_AND_LAST, first_layer=first, levelling=0.75, carries=True
+        )
 
 
 def chosen_of(recipe: Recipe) -> int:

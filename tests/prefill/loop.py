@@ -10,12 +10,13 @@ import numpy as np
 
 from tests.prefill.tiny import CHANNELS, HEADS, KV_HEADS, LAYERS, SCALE, World
 from vllm_segreuse.plan import Boundary, Deviation, Gather, Probed, ReusePlan
+from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT
 
 KV = dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]
 """(layer, position) -> keys and values, each `[KV_HEADS, CHANNELS]`."""
 States = dict[int, np.ndarray]
 """Position -> what flows between the layers."""
-Carried = dict[int, tuple[int, tuple[float, float]]]
+Carried = dict[int, list[tuple[int, tuple[float, ...]]]]
 NONE: Carried = {}
 
 
@@ -69,20 +70,23 @@ class TinyDecoder:
         """Layers on some tokens: all write their keys and values, and then each attends.
 
         Args:
-            carried: by token, another and the shares of the changes of its key and value that it
+            carried: by token, others and the shares of the changes of their keys and values that it
                 takes part in, at each layer but the model's last.
         """
         for layer in layers:
             held = dict(kv)
             for position, state in states.items():
                 kv[layer, position] = self.key_and_value(layer, state)
-            for position, (other, shares) in carried.items() if layer < LAYERS - 1 else ():
-                new, old, mine = kv[layer, other], held[layer, other], held[layer, position]
-                key, value = (
-                    mine[part] + share * (new[part] - old[part])
-                    for part, share in enumerate(shares)
-                )
-                kv[layer, position] = key, value
+            for position, sides in carried.items() if layer < LAYERS - 1 else ():
+                mine = held[layer, position]
+                for other, shares in sides:
+                    new, old = kv[layer, other], held[layer, other]
+                    key, value = (
+                        mine[part] + share * (new[part] - old[part])
+                        for part, share in enumerate(shares)
+                    )
+                    mine = key, value
+                kv[layer, position] = mine
             behind = {}
             for position, state in states.items():
                 attended = np.zeros((HEADS, CHANNELS))
@@ -138,6 +142,11 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
             _attention_at_all_layers(decoder, program, probes, first, kv, scores)
             decoder.run(range(LAYERS), first, kv)
     others = sorted(set(token_ids) - always, key=lambda p: (-scores[p], p))
+    if isinstance(program, Probed) and program.levelling:
+        for run in _runs(plan, set(others)):
+            mean = np.mean([scores[p] for p in (run[4:] or run)])
+            scores |= {p: scores[p] / mean**program.levelling for p in run}
+        others.sort(key=lambda p: (-scores[p], p))
     chosen = [p for p in others[: recipe.top_k] if scores[p] >= least]
     active = sorted((always | set(chosen)) - suffix.keys())
     again = set(active) - (always - probes if isinstance(program, Probed) else set())
@@ -149,23 +158,37 @@ def carry_out(decoder: TinyDecoder, plan: ReusePlan, kv: KV) -> tuple[list[int],
 
 
 def _carried(plan: ReusePlan, others: set[int], again: set[int]) -> Carried:
-    """Tokens that may be chosen, and are not: the nearest in front that is computed again, of those
-    that were read in the same sequence without a gap."""
+    """Tokens that may be chosen, and are not: the nearest ones that are computed again, on either
+    side, of those that were read in the same sequence without a gap."""
     found: Carried = {}
+    for run in _runs(plan, others):
+        for p in set(run) - again:
+            in_front = [i for i in run if i < p and i in again]
+            behind = [i for i in run if i > p and i in again]
+            found[p] = []
+            for nearest, shares in ((in_front[-1:], FROM_THE_FRONT), (behind[:1], FROM_BEHIND)):
+                for i in nearest:
+                    of_parts = (
+                        share.common + share.near * math.exp(-abs(i - p) / share.reach)
+                        for share in shares
+                    )
+                    found[p].append((i, tuple(of_parts)))
+    return found
+
+
+def _runs(plan: ReusePlan, others: set[int]) -> list[list[int]]:
+    """Tokens that may be chosen, by what was read in the same sequence without a gap."""
     moved_by = {
         first + i: first - position
         for first, length, _, _, position in plan.pieces.rows()
         for i in range(length)
     }
-    for p in others - again:
-        for i in range(p - 1, plan.start - 1, -1):
-            if i not in others or moved_by.get(i) != moved_by.get(p):
-                break
-            if i in again:
-                of_key = 0.4 + 0.4 * math.exp((i - p) / 6)
-                found[p] = i, (of_key, 0.25 + 0.4 * math.exp((i - p) / 3))
-                break
-    return found
+    runs: list[list[int]] = []
+    for p in sorted(others):
+        if not (runs and runs[-1][-1] == p - 1 and moved_by.get(p) == moved_by.get(p - 1)):
+            runs.append([])
+        runs[-1].append(p)
+    return runs
 
 
 def carry_out_in_stages(

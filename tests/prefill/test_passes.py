@@ -40,6 +40,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         "program": CARRIES,
         "top_k": 6,
     },
+    "segments levelled": {
+        "program": Probed(Gather.SUM_AND_LAST, first_layer=1, levelling=0.75),
+        "top_k": 6,
+    },
     "the highest at any layer": {"program": Probed(Gather.MAX), "top_k": 12},
     "the highest, if it is much": {"program": Probed(Gather.MAX, 0.5), "top_k": 12},
     "stages": {"program": Staged((1, 3))},

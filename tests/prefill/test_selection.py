@@ -4,15 +4,16 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.prefill.test_batch import CPU, plans
 from tests.prefill.tiny import SIZE
-from vllm_segreuse.plan import Boundary, Fate, Gather, Recipe
+from vllm_segreuse.plan import Boundary, Fate, Gather, Probed, Recipe
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.selection import choose_tokens
+from vllm_segreuse.prefill.selection import Segments, choose_tokens
 
 
 def choose(scores: list[torch.Tensor], *options: Any, **more: Any) -> torch.Tensor:
@@ -76,6 +77,71 @@ def test_ties_go_to_the_first(group: Group) -> None:
 def test_excluded_tokens_are_never_chosen(group: Group, k: int) -> None:
     scores = torch.tensor([float("-inf"), -7.0, float("-inf"), 0.0, -1e30])
     assert choose([scores], [k]).tolist() == [[], [3], [1, 3, 4]][min(k, 2)]
+
+
+def two_segments(*begin: float) -> tuple[torch.Tensor, Segments]:
+    """Scores of two segments of seven tokens each, behind a token that is in none; the first four
+    of either are given. Of the others the first segment's are a hundred times as large."""
+    inside = torch.tensor([6.0, 3.0, 3.0, 1.0, 1.0, 0.5])
+    scores = [torch.tensor([float("-inf")])]
+    for factor in (100, 1):
+        scores += [torch.tensor(begin), factor * inside[:3]]
+    first = torch.tensor([0] + [1] * 7 + [8] * 7)
+    stop = torch.tensor([0] + [8] * 7 + [15] * 7)
+    counts = torch.tensor([False] + ([False] * 4 + [True] * 3) * 2)
+    return torch.cat(scores), Segments(first, stop, counts)
+
+
+def test_scores_are_compared_within_segments_the_more_they_are_levelled(group: Group) -> None:
+    scores, segments = two_segments(0, 0, 0, 0)
+    for levelling, expected in ((0.0, [5, 6, 7]), (0.5, [5, 6, 7]), (0.999, [5, 6, 12])):
+        chosen = choose([scores], [3], segments=segments, levelling=levelling)
+        assert chosen.tolist() == expected
+    assert choose([scores], [3]).tolist() == [5, 6, 7]
+
+
+def test_what_begins_a_segment_is_not_in_its_mean(group: Group) -> None:
+    """Or what everything attends to would hide all else of its segment."""
+    for begin in ((0, 0, 0, 0), (1e9, 0, 0, 0)):
+        scores, segments = two_segments(*begin)
+        number = 3 + 2 * (begin[0] > 0)
+        chosen = choose([scores], [number], segments=segments, levelling=0.999)
+        assert set(chosen.tolist()) - {1, 8} == {5, 6, 12}
+
+
+def test_segments_without_attention_and_nan_leave_others_as_they_are(group: Group) -> None:
+    scores, segments = two_segments(0, 0, 0, 0)
+    none = scores.clone()
+    none[8:] = 0.0
+    assert choose([none], [3], segments=segments, levelling=0.75).tolist() == [5, 6, 7]
+    bad = scores.clone()
+    bad[5] = float("nan")
+    chosen, numbers = selection.choose(
+        [bad[:8], scores[8:]], [1, 2], segments=segments, levelling=0.75
+    )
+    assert numbers.tolist() == [False, True]
+    assert chosen[1:].tolist() == [12, 13]
+
+
+def test_segments_are_those_of_the_batch(group: Group) -> None:
+    """As a loop finds them, whatever there is in one."""
+    given = plans(program=Probed(Gather.SUM, levelling=0.75), top_k=2)
+    batch = Batch(given, SIZE, CPU)
+    runs = batch.runs_of_candidates
+    assert (runs >= 0).any()
+    scores = torch.rand(len(batch.tokens), generator=torch.manual_seed(0))
+    expected, first = [], 0
+    for plan, length in zip(batch.plans, batch.lengths, strict=True):
+        levelled = {}
+        for i in range(first, first + length):
+            if runs[i] >= 0:
+                run = np.flatnonzero(runs == runs[i])
+                mean = scores[torch.as_tensor(run[4:] if len(run) > 4 else run)].mean()
+                levelled[i] = float(scores[i] / mean**0.75)
+        expected += sorted(levelled, key=lambda i: -levelled[i])[: plan.recipe.top_k]
+        first += length
+    choice = choose_tokens(batch, scores, levelling=0.75)
+    assert choice.chosen.tolist() == sorted(expected)
 
 
 def test_scores_of_all_ranks_decide(group: Group) -> None:

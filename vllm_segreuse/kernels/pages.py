@@ -133,11 +133,11 @@ class Moves:
 
 
 class Share(NamedTuple):
-    """Of a token's change, what the tokens behind it in its segment take part in.
+    """Of a token's change, what its neighbours take part in.
 
     Attributes:
         common: at any distance.
-        near: what is added right behind it, and fades.
+        near: what is added right beside it, and fades.
         reach: in how many tokens, to a third (1 / e).
     """
 
@@ -146,13 +146,13 @@ class Share(NamedTuple):
     reach: float
 
     def at(self, distance: torch.Tensor) -> torch.Tensor:
-        """Of tokens so far behind, float32."""
+        """Of tokens so far away, float32."""
         return self.common + self.near * torch.exp(-distance / self.reach)
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Tokens that take part in what has changed of others, in front of them.
+    """Tokens that take part in what has changed of others.
 
     All tensors on the pages' device, contiguous.
 
@@ -160,7 +160,7 @@ class Carried:
         changed: slots of the changed tokens, int64 `[rows]`.
         slots: of the tokens, int64 `[tokens]`; none twice, and none that is changed.
         rows: of the changed tokens, int64 `[tokens]`; -1: the token takes part in no change.
-        distances: from the changed token, int64 `[tokens]`.
+        distances: from the changed token, as numbers of the tables' rows, int64 `[tokens]`.
         shares: of the change of keys and of values, float32 `[parts, tokens]`.
         cos, sin: of what a key turns by over a distance, float32 `[distances, pairs]`.
     """

@@ -201,6 +201,8 @@ class Probed(Program):
         gather: how that attention becomes a score.
         first_layer: at layers before it the attention does not count.
         threshold: tokens with a lower score are not chosen; 0: as many as allowed.
+        levelling: scores are divided by the mean score of their segment to this power: with 0
+            they are compared between segments as they are, with 1 only within each.
         carries: whether reused tokens that are not chosen take part in what recomputation changes
             of those that are (`prefill/carried.py`).
     """
@@ -208,6 +210,7 @@ class Probed(Program):
     gather: Gather
     threshold: float = 0.0
     first_layer: int = 0
+    levelling: float = 0.0
     carries: bool = False
     probes_suffix = True
     computes_before_choice = True

@@ -2,7 +2,7 @@
 """`focus`: recompute what the question looks up, with the layers that look things up. The default.
 
 As in `prophet`, the last new tokens run through the model against the reused KV, and reused tokens
-are chosen by the attention that they get. Three things differ, each of which lost less on
+are chosen by the attention that they get. Five things differ, each of which lost less on
 pretrained models (docs/quality.md):
 
 - Only the second half of the layers counts. Earlier ones attend to what is near and to what begins
@@ -16,6 +16,9 @@ pretrained models (docs/quality.md):
   more; segments behind nearly the text that they were computed behind, as after an edit of a
   conversation, lack little of it, and add less. All segments of a prompt share one budget.
   `recompute_ratio`, where it is set, is the share of all of them.
+- Attention is compared with that of the token's segment, more than with all: which segments get how
+  much of it says less about what they lack than what stands out within each.
+- What recomputation changes of a token is carried to its neighbours (`prefill/carried.py`).
 """
 
 from __future__ import annotations
@@ -48,13 +51,23 @@ MUCH = 0.6
 as much and more it stands behind another text. Behind an edit it is less: the square root of its
 part is added."""
 
+LEVELLING = 0.75
+"""Power of a segment's mean attention by which its tokens' is divided. As it is, a few segments may
+get all of it, such as one that began another prompt, to whose beginning everything attends; of the
+others nothing would then be recomputed that could be carried."""
+
 FEWEST = 32
 """Fewer tokens are not worth reading the question twice, as a choice takes: they are moved only."""
 
 
 def recipe(situation: Situation) -> Recipe:
     """`prophet`'s recipe, with another score and budget."""
-    program = Probed(Gather.SUM_AND_LAST, first_layer=situation.num_layers // 2, carries=True)
+    program = Probed(
+        Gather.SUM_AND_LAST,
+        first_layer=situation.num_layers // 2,
+        levelling=LEVELLING,
+        carries=True,
+    )
     return by_the_question(situation, program, _budget(situation))
 
 

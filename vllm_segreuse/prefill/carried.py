@@ -2,18 +2,21 @@
 """What a new context changes of a token's key and value it changes of its neighbours' in much the
 same way.
 
-So reused tokens that are not recomputed take part in the change of the nearest recomputed token in
-front of them, layer by layer, before anything attends to them: the tokens that are recomputed read
-neighbours that are nearer to what they would be, and so does the question. The share of the change
-fades with the distance, to a part that all tokens of a segment have in common
-(docs/decisions/0032-changes-are-carried.md). Only tokens behind take part: these are read by later
-tokens only, so chunks of a pass need nothing of later chunks.
+So reused tokens that are not recomputed take part in the changes of the nearest recomputed tokens
+of their segment, in front of them and behind, layer by layer, before anything attends to them: the
+tokens that are recomputed read neighbours that are nearer to what they would be, and so does the
+question. The share of a change fades with the distance, to a part that all tokens of a segment have
+in common (docs/decisions/0032-changes-are-carried.md). Between a token and the next recomputed one
+nothing is computed, so nobody has read a token before it takes part: a pass in chunks comes to the
+same as one at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +30,19 @@ from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.tokens import Index, upload
 
-KEYS, VALUES = Share(0.4, 0.4, 6.0), Share(0.25, 0.4, 3.0)
-"""Chosen on tuning seeds, near the covariance of such changes in Qwen2.5-Coder 0.5B."""
+
+class Shares(NamedTuple):
+    """Of the change of a recomputed token, what its neighbours take part in."""
+
+    keys: Share
+    values: Share
+
+
+FROM_THE_FRONT = Shares(keys=Share(0.34, 0.36, 10.0), values=Share(0.18, 0.45, 5.0))
+"""Of the nearest recomputed token in front."""
+FROM_BEHIND = Shares(keys=Share(0.34, 0.12, 8.0), values=Share(0.14, 0.22, 4.0))
+"""Of the nearest one behind. Both were chosen on tuning seeds of Qwen2.5-Coder 0.5B, by divergence;
+the shares that a regression of such changes gives are smaller."""
 
 
 def carries(layers: LayerRunner, batch: Batch) -> bool:
@@ -59,20 +73,41 @@ class CarriedChanges(Watching):
         device = computed.device.device
         runs = batch.runs_of_candidates
         where = upload(np.flatnonzero(runs >= 0), device)
-        before = (torch.searchsorted(computed.device, where, right=True) - 1).clamp_min(0)
-        distance = where - computed.device[before]
-        run = upload(runs, device)
-        takes_part = (run[where] == run[computed.device[before]]) & (distance > 0)
-        self._before = torch.where(takes_part, before, -1)
         self._longest = int(np.bincount(runs[runs >= 0], minlength=1).max())
-        self._distances = distance.clamp(0, max(0, self._longest - 1))
-        self._shares = torch.stack([share.at(self._distances) for share in (KEYS, VALUES)])
+        behind = torch.searchsorted(computed.device, where, right=True)
+        run = upload(runs, device)
+        is_computed = computed.device[(behind - 1).clamp_min(0)] == where
+        self._sides = [
+            self._side(where, computed.device, nearest, is_computed, run, shares)
+            for nearest, shares in ((behind - 1, FROM_THE_FRONT), (behind, FROM_BEHIND))
+        ]
         self._slots = batch.tokens.slots[where]
         self._computed = batch.tokens.slots[computed.device]
         self._turning_alike = layers.turning_alike
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._of_chunk: dict[int, Carried] = {}
+        self._of_chunk: dict[int, list[Carried]] = {}
         self._first = self._moved = _read(self._layers[0], self._computed)
+
+    def _side(
+        self,
+        where: torch.Tensor,
+        computed: torch.Tensor,
+        nearest: torch.Tensor,
+        is_computed: torch.Tensor,
+        run: torch.Tensor,
+        shares: Shares,
+    ) -> _Side:
+        """Of all tokens `where`, the nearest recomputed one on one side, if it is of their run, and
+        they are not recomputed themselves."""
+        there = computed[nearest.clamp(0, len(computed) - 1)]
+        is_there = (nearest >= 0) & (nearest < len(computed)) & (run[where] == run[there])
+        is_there &= ~is_computed
+        distance = torch.where(is_there, where - there, 0)
+        return _Side(
+            rows=torch.where(is_there, nearest, -1),
+            distances=distance + self._longest - 1,
+            shares=torch.stack([share.at(distance.abs()) for share in shares]),
+        )
 
     @contextmanager
     def of(self, layer: torch.nn.Module, query: torch.Tensor) -> Iterator[None]:
@@ -88,35 +123,58 @@ class CarriedChanges(Watching):
         known = self._layers[number]
         assert known.kernels.carry is not None  # or `carries` had said no
         # Both as they are stored: what has not changed must not differ by its rounding.
-        known.kernels.carry(known.pages, known.parts, self._moved, self._carried(number, chunk))
+        for carried in self._carried(number, chunk):
+            known.kernels.carry(known.pages, known.parts, self._moved, carried)
         if number + 1 < len(self._layers):
             self._moved = _read(self._layers[number + 1], self._computed[chunk])
         yield
 
-    def _carried(self, number: int, chunk: slice) -> Carried:
+    def _carried(self, number: int, chunk: slice) -> list[Carried]:
         """Who takes part in the changes of a chunk's tokens: the same at layers that turn alike."""
         number = self._turning_alike[number]
         if number not in self._of_chunk:
-            mine = (self._before >= chunk.start) & (self._before < chunk.stop)
-            self._of_chunk[number] = Carried(
-                self._computed[chunk],
-                self._slots,
-                torch.where(mine, self._before - chunk.start, -1),
-                self._distances,
-                self._shares,
-                *self._turns(number),
-            )
+            self._of_chunk[number] = [
+                Carried(
+                    self._computed[chunk],
+                    self._slots,
+                    side.rows_in(chunk),
+                    side.distances,
+                    side.shares,
+                    *self._turns(number),
+                )
+                for side in self._sides
+            ]
         return self._of_chunk[number]
 
     def _turns(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """By how much changes of a layer's keys turn on their way, cosine and sine
-        `[distances, pairs]`."""
+        """By how much changes of a layer's keys turn on their way, from the farthest token in front
+        to the farthest behind: cosine and sine `[2 * longest - 1, pairs]`."""
         if number not in self._tables:
             rope, device = self._layers[number].rope, self._slots.device
-            none = torch.zeros(self._longest, 0, device=device)
-            distances = torch.arange(self._longest, device=device)
+            distances = torch.arange(1 - self._longest, self._longest, device=device)
+            none = torch.zeros(len(distances), 0, device=device)
             self._tables[number] = (none, none) if rope is None else rope.tables(distances)
         return self._tables[number]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The nearest recomputed tokens on one side.
+
+    Attributes:
+        rows: int64 `[tokens]`; -1: there is none.
+        distances: as `Carried` has them, int64 `[tokens]`.
+        shares: of the change of keys and of values, float32 `[2, tokens]`.
+    """
+
+    rows: torch.Tensor
+    distances: torch.Tensor
+    shares: torch.Tensor
+
+    def rows_in(self, chunk: slice) -> torch.Tensor:
+        """Of a chunk's tokens, counted from its first."""
+        inside = (self.rows >= chunk.start) & (self.rows < chunk.stop)
+        return torch.where(inside, self.rows - chunk.start, -1)
 
 
 def _read(layer: LayerKv, slots: torch.Tensor) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from vllm.distributed import get_tp_group
 
@@ -13,6 +14,9 @@ from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.tokens import Index, upload
 
 _NOT_CHOSEN = -1
+BEGINNING = 4
+"""First tokens of a segment, which are not in its mean."""
+_LEAST_MEAN = 1e-12
 
 
 class Choice(NamedTuple):
@@ -31,8 +35,25 @@ class Choice(NamedTuple):
         return Index.computed(torch.cat([others.device, self.chosen]).sort().values)
 
 
+class Segments(NamedTuple):
+    """Where each token's segment is, among all tokens.
+
+    Attributes:
+        first, stop: int64 `[tokens]`; the same for tokens in none.
+        counts: bool `[tokens]`: in the mean of its segment.
+    """
+
+    first: torch.Tensor
+    stop: torch.Tensor
+    counts: torch.Tensor
+
+
 def choose_tokens(
-    batch: Batch, scores: torch.Tensor, gather: Gather = Gather.SUM, threshold: float = 0.0
+    batch: Batch,
+    scores: torch.Tensor,
+    gather: Gather = Gather.SUM,
+    threshold: float = 0.0,
+    levelling: float = 0.0,
 ) -> Choice:
     """Each plan's `top_k` tokens with the largest scores, of those that may be chosen.
 
@@ -42,14 +63,29 @@ def choose_tokens(
         batch: the plans.
         scores: float32 `[tokens]`, or `[2, tokens]` (`choose`).
         gather, threshold: see `choose`.
+        levelling: see `Probed`.
     """
     not_chosen = upload(~batch.may_be_chosen, scores.device)
     candidates = scores.masked_fill(not_chosen, float("-inf")).split(batch.lengths, dim=-1)
     top_k = [plan.recipe.top_k for plan in batch.plans]
-    chosen, numbers = choose(list(candidates), top_k, gather, threshold)
+    segments = _segments(batch, scores.device) if levelling else None
+    chosen, numbers = choose(list(candidates), top_k, gather, threshold, segments, levelling)
     batch.sound &= numbers
     counts = [min(k, length) for k, length in zip(top_k, batch.lengths, strict=True)]
     return Choice(chosen, counts)
+
+
+def _segments(batch: Batch, device: torch.device) -> Segments:
+    runs = batch.runs_of_candidates
+    where = np.flatnonzero(runs >= 0)
+    _, begins, lengths = np.unique(runs[where], return_index=True, return_counts=True)
+    first, stop = np.zeros_like(runs), np.zeros_like(runs)
+    first[where] = np.repeat(where[begins], lengths)
+    stop[where] = first[where] + np.repeat(lengths, lengths)
+    # Everything attends to what begins a text; a segment of fewer tokens has nothing else.
+    inside = np.arange(len(runs)) - first
+    counts = (runs >= 0) & ((inside >= BEGINNING) | (stop - first <= BEGINNING))
+    return Segments(upload(first, device), upload(stop, device), upload(counts, device))
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -66,6 +102,8 @@ def choose(
     top_k: list[int],
     gather: Gather = Gather.SUM,
     threshold: float = 0.0,
+    segments: Segments | None = None,
+    levelling: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the `top_k[i]` largest entries of `scores[i]`; the same ones on every TP rank.
 
@@ -80,6 +118,8 @@ def choose(
         gather: how scores of several ranks become one.
         threshold: if above 0, `top_k` is the most, and entries below this are not chosen. How many
             are is then read back from the device.
+        segments, levelling: scores are divided by the mean score of their segment to this power;
+            None: they are not.
 
     Returns:
         The chosen ones, as ascending indices into all scores put together; and, bool `[scores]`,
@@ -101,6 +141,9 @@ def choose(
     chosen, first = [], 0
     parts = flat.split([part.shape[-1] for part in scores])
     numbers = torch.stack([~part.isnan().any() for part in parts])
+    if segments is not None:
+        flat = flat * _means(flat, segments).pow(-levelling)
+        parts = flat.split([len(part) for part in parts])
     for part, k in zip(parts, top_k, strict=True):
         # A stable sort breaks ties by position: the same choice in every run.
         ranked = torch.sort(part, descending=True, stable=True)
@@ -115,3 +158,14 @@ def choose(
     if threshold:
         together = together[together != _NOT_CHOSEN]
     return together.sort().values, numbers
+
+
+def _means(scores: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Of each token, the mean score of its segment, float32 `[tokens]`, above 0."""
+    counted = scores.where(segments.counts & scores.isfinite(), 0.0).double()
+    # By differences of one running sum: the same in every run, as sums by index are not on a GPU.
+    both = torch.stack([counted, segments.counts.double()]).cumsum(1)
+    sums, numbers = torch.nn.functional.pad(both, (1, 0)).unbind(0)
+    sums = sums[segments.stop] - sums[segments.first]
+    numbers = numbers[segments.stop] - numbers[segments.first]
+    return (sums / numbers.clamp_min(1)).float().clamp_min(_LEAST_MEAN)

@@ -33,7 +33,9 @@ def run(program: Probed, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
     queries = scores.queries(batch.always)
     computing = layers.up_to_choice(probes, batch.always, scored[-1], queries, batch)
     once, before = yield from computing
-    choice = choose_tokens(batch, scores.totals, program.gather, program.threshold)
+    choice = choose_tokens(
+        batch, scores.totals, program.gather, program.threshold, program.levelling
+    )
     moved = MovedValues(layers, batch, choice) if program.measures_drift else None
     again = choice.beside(probes.without(batch.suffix))
     if not len(again):  # no token's score was above the threshold
@@ -54,5 +56,8 @@ def proof_cases(num_layers: int) -> list[ProofCase]:
     return [
         ProofCase(Probed(Gather.SUM), top_k=9),
         ProofCase(Probed(Gather.MAX, threshold=0.01), top_k=9),
-        ProofCase(Probed(Gather.SUM_AND_LAST, first_layer=num_layers // 2, carries=True), top_k=9),
+        ProofCase(
+            Probed(Gather.SUM_AND_LAST, first_layer=num_layers // 2, levelling=0.75, carries=True),
+            top_k=9,
+        ),
     ]
