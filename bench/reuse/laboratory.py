@@ -21,7 +21,7 @@ from bench.reuse.leads import Named, lead
 from bench.reuse.records import Outcome, Record
 from bench.reuse.scene import Asked, Scene, in_full
 
-DRAWS = 100
+DRAWS = 20
 """Of an example, until one is short enough."""
 
 
