@@ -12,6 +12,7 @@ import torch
 from tests.prefill.test_drift import donated, values
 from tests.prefill.test_executor import DONOR, plan
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
+from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import Gather, Probed, ReusePlan
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT
@@ -110,6 +111,36 @@ def test_the_change_reaches_what_reads_those_values(monkeypatch: pytest.MonkeyPa
     assert len(with_carried) == LAYERS
     np.testing.assert_allclose(with_carried[0], without[0], atol=1e-6)
     assert np.abs(with_carried[-1] - without[-1]).max() > 1e-3
+
+
+def test_changes_of_keys_turn_by_the_distance_and_the_other_way_in_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, one, seen = World(monkeypatch), side_by_side(), []
+    rope = DeltaRope(torch.tensor([0.1], dtype=torch.float64), rotary_dim=2, neox=True)
+
+    def noted(pages: torch.Tensor, parts: Any, before: Any, carried: Any) -> None:
+        seen.append(carried)
+
+    for number, layer in enumerate(world.layers.known):
+        kernels = dataclasses.replace(layer.kernels, carry=noted)
+        changed = dataclasses.replace(layer, kernels=kernels, rope=rope)
+        world.layers.known[number] = changed
+    world.prefill.run([one])
+    position = {
+        int(one.block_ids[at // SIZE]) * SIZE + at % SIZE: at for at in range(one.start, one.stop)
+    }
+    turned = []
+    for carried in seen:
+        for token, row in enumerate(carried.rows.tolist()):
+            if row >= 0:
+                there = position[int(carried.changed[row])]
+                distance = position[int(carried.slots[token])] - there
+                found = torch.cat([carried.cos, carried.sin], 1)[carried.distances[token]]
+                expected = torch.tensor([np.cos(0.1 * distance), np.sin(0.1 * distance)])
+                torch.testing.assert_close(found, expected.float())
+                turned.append(distance)
+    assert min(turned) < 0 < max(turned)
 
 
 def test_nothing_is_carried_where_a_layer_has_no_kernel_for_it(
