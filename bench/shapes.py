@@ -251,6 +251,27 @@ SUPPORTED: dict[str, Shape] = {
         global_head_dim=64,
         hidden_size_per_layer_input=0,
     ),
+    "gemma4_e": _windowed(
+        "gemma4_text",
+        "half of the layers share the KV of others, with or without a window; each layer has an "
+        "input of its own for each token",
+        "sfsfsfsf",
+        num_hidden_layers=8,
+        num_key_value_heads=1,
+        global_head_dim=64,
+        num_kv_shared_layers=4,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        use_double_wide_mlp=True,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "cohere2": _windowed(
         "cohere2", "windows on some layers, no RoPE on the others", "ssfs", logit_scale=1.0
     ),
@@ -305,7 +326,7 @@ SUPPORTED: dict[str, Shape] = {
         },
     ),
 }
-"""Shapes that segment reuse supports: four layers, a moment to load."""
+"""Shapes that segment reuse supports: four layers that write KV, a moment to load."""
 
 VISION: dict[str, Shape] = {
     "qwen2_5_vl": _vision(
@@ -362,23 +383,6 @@ DRAFTED: dict[str, Shape] = {
 
 REFUSED: dict[str, Shape] = {
     "mistral_window": _tiny("mistral", "sliding window on every layer", sliding_window=1024),
-    "gemma4_shared": _windowed(
-        "gemma4_text",
-        "layers that share the KV of others",
-        "sfsfsf",
-        num_hidden_layers=6,
-        global_head_dim=32,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=2,
-    ),
-    "gemma4_inputs": _windowed(
-        "gemma4_text",
-        "an input of its own for each token at each layer",
-        "sfsf",
-        global_head_dim=64,
-        hidden_size_per_layer_input=16,
-        vocab_size_per_layer_input=VOCAB_SIZE,
-    ),
     "minicpm3": _tiny(
         "minicpm3",
         "keys of which a part is rotated by itself",

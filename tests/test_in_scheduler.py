@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_segreuse.config import SegReuseConfig, in_scheduler
+from vllm_segreuse.plan import ModelLayers
 
 LAYERS = 10
 
@@ -27,7 +28,7 @@ def plan(work: int = 0, active: int = 0, lora: int = 0, positions: Any = None) -
 
 
 def is_spread(core: Any, plan: Any) -> bool:
-    methods: Any = Of(layers=Of(count=LAYERS))
+    methods: Any = Of(layers=ModelLayers(LAYERS - 3, (), sharing=3))
     return in_scheduler._is_spread(core, methods, plan)
 
 

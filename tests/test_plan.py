@@ -452,6 +452,15 @@ def test_the_share_of_the_work_is_that_of_full_prefill_behind_the_prefix_hit() -
     assert chosen.computed_share(MODEL, 18, PlanOutcome(4 + 1)) == (10 + 4 * 5) / 50
 
 
+def test_layers_that_share_kv_are_work_of_vllm_alone() -> None:
+    """Half as many more as a pass runs."""
+    sharing = replace(MODEL, sharing=LAYERS // 2)
+    in_all = LAYERS + LAYERS // 2
+    assert sharing.in_all == in_all
+    assert plan().computed_share(sharing, 20) == round((4 * LAYERS + 2 * in_all) / (12 * in_all), 4)
+    assert plan().layer_tokens(sharing) == 4 * LAYERS
+
+
 def test_which_tokens_are_computed_again_is_known_unless_some_are_chosen() -> None:
     found = plan(again={2, 7}).recomputed_positions
     assert found is not None

@@ -117,8 +117,9 @@ def test_models_of_the_transformers_backend_are_refused(
 
 LAYERS: list[tuple[dict[str, Any], str]] = [
     (
-        {"num_kv_shared_layers": 15},
-        "15 layers of LlamaForCausalLM share the KV of other layers",
+        {"altup_num_inputs": 4, "num_kv_shared_layers": 15, "hidden_size_per_layer_input": 256},
+        "layers of LlamaForCausalLM take several states of each token at once (AltUp), and a pass "
+        "hands on one",
     ),
     *(
         (text, f"LlamaForCausalLM {INDEXER}")
@@ -137,11 +138,6 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
     (
         {"cross_attention_layers": [3, 8]},
         "layers of LlamaForCausalLM attend to images beside the prompt (cross attention)",
-    ),
-    (
-        {"hidden_size_per_layer_input": 256},
-        "LlamaForCausalLM gives each layer an input of its own for each token, which a pass does "
-        "not",
     ),
     (
         {"dual_chunk_attention_config": {"chunk_size": 262144}},
@@ -167,13 +163,13 @@ def test_layers_that_config_json_tells_of_are_refused(
 @pytest.mark.parametrize(
     "text",
     [
-        {"num_kv_shared_layers": 0, "index_topk": None, "attention_chunk_size": 8192},
+        {"num_kv_shared_layers": 15, "index_topk": None, "attention_chunk_size": 8192},
         {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
         {"rope_parameters": None, "dual_chunk_attention_config": None},
         {"llama_4_scaling": {"beta": 0.1}},
         {"layer_types": ["full_attention", "sliding_attention", "chunked_attention"]},
         {"layer_types": 32, "layers_block_type": [{"mamba": 1}, 0]},
-        {"layer_types": None, "sparse_attention_config": {}, "hidden_size_per_layer_input": 0},
+        {"layer_types": None, "sparse_attention_config": {}, "hidden_size_per_layer_input": 256},
     ],
     ids=str,
 )
@@ -316,6 +312,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "LoRA adapts the vision tower, too; remove --enable-tower-connector-lora",
     ),
     ({"parallel": {"use_ubatching": True}}, "micro-batching is on; remove --enable-dbo"),
+    (
+        {"cache": {"kv_sharing_fast_prefill": True}},
+        "vLLM would run layers that share the KV of others in a part of the model of its own, on a "
+        "prompt's last token only; remove --kv-sharing-fast-prefill",
+    ),
 ]
 
 
@@ -361,6 +362,10 @@ DRAFTS_WITH: list[tuple[dict[str, Any], str]] = [
     (
         {"speculative": "mtp", "model": {"is_multimodal_model": True}},
         "by mtp of a model that takes images is not proven; use ngram",
+    ),
+    (
+        {"speculative": "eagle", "text": {"num_kv_shared_layers": 15}},
+        "by eagle of a model with layers that share the KV of others is not proven; use ngram",
     ),
     (
         {"speculative": "eagle", "cache": {"cache_dtype": "fp8_e4m3"}},
@@ -428,6 +433,9 @@ def test_boundary_states_need_layers_that_report_their_input(
 def test_boundary_states_are_of_layers_that_the_model_has(llama: Any) -> None:
     text = refused(lambda: check_config(config(llama), (1, 3)))
     assert text == (
-        "similarity.w_exact names layer 3, and the last layer of LlamaForCausalLM is 2; remove it, "
-        'or call it "all"'
+        "similarity.w_exact names layer 3, and the last layer of LlamaForCausalLM that writes KV "
+        'is 2; remove it, or call it "all"'
     )
+    sharing = config(llama, text={"num_kv_shared_layers": 1})
+    check_config(sharing, (1,))
+    assert "names layer 2, and the last layer" in refused(lambda: check_config(sharing, (1, 2)))

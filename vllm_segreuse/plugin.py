@@ -118,6 +118,7 @@ def _install_engine() -> None:
         sampler,
         scheduler,
         worker,
+        worker_utils,
     )
     from vllm_segreuse.config.launch import runs_alone
     from vllm_segreuse.engine.version import require_supported_vllm
@@ -130,6 +131,7 @@ def _install_engine() -> None:
     sampler.install()
     scheduler.install()
     worker.install(_left_for_kv)
+    worker_utils.install()
 
 
 def _pass_bytes(vllm_config: VllmConfig) -> int:

@@ -116,7 +116,7 @@ def _estimated(
         raise LogError(f"{given.requests} holds nothing that can be replayed: {whys}")
     cache = cache_of(model, asked, given.block_size, given.num_blocks, given.kv_gib)
     step_tokens = model.vllm_config.scheduler_config.max_num_batched_tokens
-    step_work = options.spread_work(step_tokens, model.layers.count)
+    step_work = options.spread_work(step_tokens, model.layers.in_all)
     pace = Pace(model.layers, step_work or 0, given.concurrency or 1, given.tokens_per_second)
     policies = [RECOMMENDED if name == AUTO else name for name in given.policy] or [*POLICIES]
     found = estimate(model, asked, options, policies, cache, pace, left_out.reasons)

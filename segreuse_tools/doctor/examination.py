@@ -73,9 +73,7 @@ def examine(vllm_config: VllmConfig) -> Examined:
 
 
 def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
-    from vllm_segreuse.model.attention_kind import kind_of
-    from vllm_segreuse.prefill.checks import read_structure
-    from vllm_segreuse.prefill.layer_runner import model_layers
+    from vllm_segreuse.prefill.checks import layers_of, read_structure
 
     specs = _specs(vllm_config)
     kv_cache_config = _kv_cache_config(vllm_config, specs)
@@ -83,8 +81,6 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
     _bind(kv_cache_config, specs, vllm_config)
     structure = read_structure(model, vllm_config, kv_cache_config)
     first: Any = structure.stack.attention[0]
-    max_model_len = vllm_config.model_config.max_model_len
-    kinds = [kind_of(layer, max_model_len) for layer in structure.stack.attention]
     return Examined(
         kv=tuple(
             (spec.num_kv_heads, spec.page_size_bytes // spec.block_size) for spec in specs.values()
@@ -92,7 +88,7 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
         weight_bytes=sum(it.numel() * it.element_size() for it in model.parameters()),
         backend=first.get_attn_backend().get_name(),
         kernels=structure.description,
-        layers=model_layers(kinds),
+        layers=layers_of(structure.stack, vllm_config.model_config.max_model_len),
         lacks=_unrouted(model),
     )
 
@@ -171,7 +167,11 @@ def _specs(vllm_config: VllmConfig) -> dict[str, Any]:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layers: Any = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
+    specs = {
+        name: layer.get_kv_cache_spec(vllm_config)
+        for name, layer in layers.items()
+        if getattr(layer, "kv_sharing_target_layer_name", None) is None
+    }
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 

@@ -179,7 +179,7 @@ class _Run:
         self._note([output for of_client in outputs.values() for output in of_client.outputs])
         if self.pace.tokens_per_s is not None:
             work += spread_work
-            tokens = step.total_num_scheduled_tokens + work / self.pace.layers.count
+            tokens = step.total_num_scheduled_tokens + work / self.pace.layers.in_all
             self._clock_s += max(LEAST_STEP_S, tokens / self.pace.tokens_per_s)
         return bool(step.num_scheduled_tokens or spread_work)
 

@@ -185,6 +185,6 @@ class PolicyWork:
 
     def _left(self, recipe: Recipe, reused: int, behind: int) -> Left:
         counts = self._shared.counts(recipe)
-        computed = recipe.program.cost(counts, self.layers) / self.layers.count + behind
+        computed = recipe.program.cost(counts, self.layers) / self.layers.in_all + behind
         new = len(recipe.fates) - reused
         return Left(computed, reused, max(0, counts.always + counts.chosen - new))

@@ -9,7 +9,7 @@ from vllm_segreuse import plugin
 
 ENGINE = {
     *("engine_core", "model_runner", "omp_processes", "prefix_cache_stats"),
-    *("sampler", "scheduler", "worker"),
+    *("sampler", "scheduler", "worker", "worker_utils"),
 }
 """What a process of an enabled engine patches, by the files of `compat`."""
 

@@ -102,6 +102,9 @@ KV_BYTES = {
     "gemma-3-27b": in_bf16(62, 16, 128),
     # Windows, and all tokens, of which keys and values of fewer, wider heads are kept.
     "gemma-4-26b-a4b": in_bf16(25, 8, 256) + in_bf16(5, 2, 512),
+    # Of the others: more than half of E2B's layers share these.
+    "gemma-4-e2b": in_bf16(12, 1, 256) + in_bf16(3, 1, 512),
+    "gemma-4-e4b": in_bf16(20, 2, 256) + in_bf16(4, 2, 512),
     "gemma-4-31b": in_bf16(50, 16, 256) + in_bf16(10, 4, 512),
     "gpt-oss-20b": in_bf16(24, 8, 64),
     "command-r7b": in_bf16(32, 8, 128),

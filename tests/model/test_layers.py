@@ -43,9 +43,9 @@ def test_ranges_of_layers_one_behind_the_other_are_the_model(world: World) -> No
     written = [cache.clone() for cache in world.caches]
     for cut in range(LAYERS + 1):
         with attending(world):
-            state = world.stack.embed(given.token_ids, given.positions)
-            state = world.stack.run(0, cut, given.positions, state)
-            state = world.stack.run(cut, LAYERS, given.positions, state)
+            state, inputs = world.stack.embed(given.token_ids, given.positions)
+            state = world.stack.run(0, cut, inputs, state)
+            state = world.stack.run(cut, LAYERS, inputs, state)
         assert state.residual is not None
         stream = state.hidden_states + state.residual
         torch.testing.assert_close(stream / stream.square().mean(-1, True).sqrt(), whole)
@@ -55,19 +55,19 @@ def test_ranges_of_layers_one_behind_the_other_are_the_model(world: World) -> No
 def test_embeddings_are_what_enters_the_first_layer_and_write_nothing(world: World) -> None:
     given, before = tokens(), [cache.clone() for cache in world.caches]
     with attending(world):
-        state = world.stack.embed(given.token_ids, given.positions)
+        state, _ = world.stack.embed(given.token_ids, given.positions)
     expected = world.model.tokens(given.token_ids) + world.model.positions(given.positions)
     assert torch.equal(state.hidden_states, expected)
     assert state.residual is None
     assert all(map(torch.equal, world.caches, before))
-    assert not pre_hooks(world.stack.layers[0])
+    assert not any("forward" in vars(layer) for layer in world.stack.layers)
 
 
 def test_keys_and_values_are_those_that_the_layer_would_write(world: World) -> None:
     given, layer = tokens(), 2
     with attending(world):
-        state = world.stack.embed(given.token_ids, given.positions)
-        state = world.stack.run(0, layer, given.positions, state)
+        state, inputs = world.stack.embed(given.token_ids, given.positions)
+        state = world.stack.run(0, layer, inputs, state)
         before = [cache.clone() for cache in world.caches]
         entered = state.clone()
         [(_, found)] = world.layers.keys_and_values(layer, given, state, WITHOUT_ADAPTER)
@@ -77,7 +77,7 @@ def test_keys_and_values_are_those_that_the_layer_would_write(world: World) -> N
         assert torch.equal(state.residual, entered.residual)
         assert all(map(torch.equal, world.caches, before)), "no page is written"
         assert not pre_hooks(world.stack.attention[layer])
-        world.stack.write_kv(layer, given.positions, given.slots, entered)
+        world.stack.write_kv(layer, inputs, given.slots, entered)
     for part, rows in enumerate(found):
         assert rows.shape == (len(given), KV_HEADS, CHANNELS)
         pages = world.caches[layer][given.slots // SIZE, part, :, given.slots % SIZE]
@@ -89,14 +89,14 @@ def test_keys_and_values_are_those_that_the_layer_would_write(world: World) -> N
 def test_an_error_in_the_model_leaves_no_hook(world: World) -> None:
     given = tokens()
     with attending(world):
-        state = world.stack.embed(given.token_ids, given.positions)
+        state, inputs = world.stack.embed(given.token_ids, given.positions)
         del world.model.tokens
         with pytest.raises(AttributeError, match="tokens"):
             world.stack.embed(given.token_ids, given.positions)
         del world.stack.layers[1].query
         with pytest.raises(AttributeError, match="query"):
-            world.stack.keys_and_values(1, given.positions, state)
-    assert not pre_hooks(world.stack.layers[0])
+            world.stack.keys_and_values(1, inputs, state)
+    assert not any("forward" in vars(layer) for layer in world.stack.layers)
     assert not pre_hooks(world.stack.attention[1])
 
 
@@ -236,7 +236,8 @@ def test_layers_without_a_residual_get_what_the_model_hands_them(in_tuple: bool)
     model = PlainModel([Plain(a, in_tuple) for a in attention])
     stack = DecoderStack(model, {str(i): a for i, a in enumerate(attention)})
     ids, positions = torch.tensor([5, 7]), torch.tensor([1, 4])
-    state = stack.run(0, 2, positions, stack.embed(ids, positions))
+    state, inputs = stack.embed(ids, positions)
+    state = stack.run(0, 2, inputs, state)
     assert state.residual is None
     assert state.hidden_states[:, 0].tolist() == [(5 * 2 + 1) * 2 + 1, (7 * 2 + 4) * 2 + 4]
 
@@ -290,16 +291,115 @@ class PerToken(Plain):
         return hidden_states
 
 
-def test_layers_that_take_more_of_each_token_are_refused() -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_layers_that_take_more_of_each_token_are_refused_without_a_residual(rows: int) -> None:
+    """What a layer returns is not known before it has run."""
     attention = nn.Identity()
 
     class Model(PlainModel):
         def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return self.layers[0](positions, input_ids, deep=input_ids, scale=3)
+            return self.layers[0](positions, input_ids, deep=input_ids[:rows], scale=3)
 
     stack = DecoderStack(Model([PerToken(attention, False)]), {"0": attention})
     with pytest.raises(
         UnsupportedModelError,
         match=r"^PerToken.forward takes more than hidden states of each token \(deep\)$",
     ):
-        stack.embed(torch.tensor([1]), torch.tensor([0]))
+        stack.embed(torch.tensor([1, 2]), torch.tensor([0, 1]))
+
+
+class Gated(nn.Module):
+    """A layer that adds an input of its own for each token, and may share KV."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.seen = attention, []
+
+    def forward(
+        self, positions: Any, hidden_states: Any, residual: Any, own: Any = None
+    ) -> tuple[Any, Any]:
+        self.seen.append(hidden_states)
+        return hidden_states + own[:, None] * positions[:, None], None
+
+
+class GatedModel(nn.Module):
+    """Gives layer n the token's id times ten to the power of n."""
+
+    def __init__(self, attention: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated(each) for each in attention)
+        self.later = -1
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = torch.zeros(len(input_ids), 1), None
+        own = input_ids[:, None] * 10 ** torch.arange(len(self.layers))
+        for index, layer in enumerate(self.layers):
+            rows = own[:, index] if index != self.later else own[:1, index]
+            hidden, residual = layer(positions, hidden, residual, own=rows)
+        return -hidden
+
+
+def gated(count: int, sharing: tuple[int, ...] = ()) -> tuple[GatedModel, DecoderStack]:
+    attention = [nn.Identity() for _ in range(count)]
+    names = {str(i): layer for i, layer in enumerate(attention)}
+    shared = {str(i): names.pop(str(i)) for i in sharing}
+    model = GatedModel(attention)
+    return model, DecoderStack(model, names, sharing=shared)
+
+
+def test_each_layer_is_given_what_the_model_gives_it_of_the_tokens_at_hand() -> None:
+    model, stack = gated(3)
+    ids, positions = torch.tensor([5, 7, 2]), torch.tensor([1, 4, 9])
+    state, inputs = stack.embed(ids, positions)
+    whole = stack.run(0, 3, inputs, state).hidden_states[:, 0].tolist()
+    assert whole == [555, 777 * 4, 222 * 9]
+    entered = stack.run(0, 1, inputs, state)
+    rows = torch.tensor([2, 0])
+    some = stack.inputs(ids[rows], positions[rows])
+    assert stack.run(1, 3, some, entered.take(rows)).hidden_states[:, 0].tolist() == [222 * 9, 555]
+    for layer in model.layers:
+        layer.seen.clear()
+    stack.embed(ids, positions)
+    assert not any(layer.seen for layer in model.layers), "nothing is computed"
+
+
+def test_what_enters_a_layer_is_reported_when_it_is_computed_and_not_before() -> None:
+    _, stack = gated(3)
+    found: list[list[float]] = []
+    stack.report_input(1, lambda _, state: found.append(state.hidden_states[:, 0].tolist()))
+    ids, positions = torch.tensor([5, 7]), torch.tensor([1, 4])
+    state, inputs = stack.embed(ids, positions)
+    stack.inputs(ids, positions)
+    assert found == []
+    stack.run(0, 2, inputs, state)
+    assert found == [[5, 28]]
+
+
+def test_inputs_that_are_not_of_each_token_are_refused_at_whichever_layer() -> None:
+    model, stack = gated(3)
+    model.later = 2
+    with pytest.raises(UnsupportedModelError, match=r"^Gated.forward takes more .*\(own\)$"):
+        stack.embed(torch.tensor([1, 2]), torch.tensor([0, 1]))
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_layers_that_share_kv_are_behind_the_stack_and_not_run() -> None:
+    model, stack = gated(5, sharing=(3, 4))
+    assert len(stack) == 3
+    assert stack.layers == list(model.layers[:3])
+    assert stack.attention == [layer.attn for layer in stack.layers]
+    assert stack.behind == list(model.layers[3:])
+    ids, positions = torch.tensor([5, 7]), torch.tensor([1, 4])
+    state, inputs = stack.embed(ids, positions)
+    run = stack.run(0, 3, inputs, state).hidden_states
+    assert torch.equal(stack.forward(ids, positions), run), "what enters the first that shares"
+    assert not any(layer.seen for layer in stack.behind)
+    assert model(ids, positions)[:, 0].tolist() == [-55555, -77777 * 4], "nothing is left behind"
+
+
+def test_layers_that_write_kv_behind_one_that_shares_are_refused() -> None:
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"^2 shares the KV of another layer, and layers behind it write theirs$",
+    ):
+        gated(4, sharing=(2,))

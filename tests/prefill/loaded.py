@@ -176,10 +176,16 @@ def _bind_kv_cache(vllm_config: Any, num_blocks: int) -> Any:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
 
-    layers = vllm_config.compilation_config.static_forward_context
+    all_layers = vllm_config.compilation_config.static_forward_context
+    # As a worker does; what shares the KV of others has none of its own.
+    layers = {
+        name: layer
+        for name, layer in all_layers.items()
+        if getattr(layer, "kv_sharing_target_layer_name", None) is None
+    }
     specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
     spec, first = next(iter(specs.values())), next(iter(layers.values()))
-    memory = spec.page_size_bytes * len(layers) * num_blocks
+    memory = sum(spec.page_size_bytes for spec in specs.values()) * num_blocks
     layout = resolve_kv_cache_layout(vllm_config, [["LBHNC"]])
     [kv_cache_config] = get_kv_cache_configs(vllm_config, [specs], [memory])
     assert kv_cache_config.num_blocks == num_blocks

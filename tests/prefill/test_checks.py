@@ -710,18 +710,22 @@ def _layer(model: Loaded, **options: Any) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("where", ["of the group", "beside it"])
-def test_layers_that_share_the_kv_of_others_are_refused(
-    where: str, model: Loaded, monkeypatch: Patch
+def test_a_layer_that_shares_kv_in_front_of_others_is_refused(
+    model: Loaded, monkeypatch: Patch
 ) -> None:
-    """vLLM leaves them out of the group that it shows to connectors."""
+    """What is behind all that write it is in test_sharing.py."""
+    monkeypatch.setattr(model.first, "kv_sharing_target_layer_name", "model.layers.1")
+    name = "model.layers.0.self_attn.attn"
+    assert f"{name} shares the KV of another layer, and layers behind" in refusal(model)
+
+
+def test_a_layer_that_shares_kv_beside_the_decoders_is_refused(
+    model: Loaded, monkeypatch: Patch
+) -> None:
+    """vLLM leaves it out of the group that it shows to connectors."""
     sharing: Any = SimpleNamespace(kv_sharing_target_layer_name="model.layers.0")
-    if where == "of the group":
-        monkeypatch.setattr(model.first, "kv_sharing_target_layer_name", "model.layers.0")
-    else:
-        monkeypatch.setitem(model.attention, "model.layers.9", sharing)
-    name = "layers.0.self_attn.attn" if where == "of the group" else "layers.9"
-    assert f"model.{name} shares the KV of another layer" in refusal(model)
+    monkeypatch.setitem(model.attention, "model.layers.9", sharing)
+    assert f"one attention layer each ({LAYERS + 1} attention layers in all)" in refusal(model)
 
 
 @pytest.mark.parametrize("window", [128, (127, 0)])

@@ -102,7 +102,7 @@ class Known:
             Attention(kv_cache=cache, kv_cache_dtype="auto", num_heads=HEADS, head_size=CHANNELS)
             for _ in range(LAYERS)
         ]
-        self.stack = SimpleNamespace(attention=attention)
+        self.stack = SimpleNamespace(attention=attention, behind=[])
         pages = flat_pages(cache)
         self.computed = (layout.keys.tokens(pages), layout.values.tokens(pages))
         self.ran: list[tuple[int, int, list[int]]] = []
@@ -385,7 +385,7 @@ def test_attention_is_what_a_loop_over_queries_heads_and_keys_says(gather: Gathe
     attention = [SimpleNamespace(kv_cache=c, kv_cache_dtype="auto", impl=impl) for c in caches]
     kernels: Any = SimpleNamespace(token_scores=reference.token_scores)
     layers = LayerRunner(
-        SimpleNamespace(attention=attention),  # type: ignore[arg-type]
+        SimpleNamespace(attention=attention, behind=[]),  # type: ignore[arg-type]
         [LayerKv(of, PageLayout(keys, keys), None, kernels) for of in attention],  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def _is_spread(core: Core, methods: Methods, plan: ReusePlan) -> bool:
     with a new one.
     """
     most = core.vllm_config.scheduler_config.max_num_batched_tokens
-    above = core.config.spread_work(most, methods.layers.count)
+    above = core.config.spread_work(most, methods.layers.in_all)
     if plan.lora_id or plan.mrope_positions is not None or above is None:
         return False
     if not kv_cache_manager.has_running_requests(core.manager):

@@ -111,13 +111,11 @@ def text_reasons(name: str, text: object) -> tuple[str, ...]:
 
 def _layer_faults(name: str, text: object) -> list[tuple[bool, str]]:
     """Kinds of layers that `config.json` tells of; the more special reasons come first."""
-    shared = getattr(text, "num_kv_shared_layers", 0)
     return [
-        (bool(shared), f"{shared} layers of {name} share the KV of other layers{WITHOUT}"),
         (
-            bool(getattr(text, "hidden_size_per_layer_input", 0)),
-            f"{name} gives each layer an input of its own for each token, which a pass does "
-            f"not{WITHOUT}",
+            bool(getattr(text, "altup_num_inputs", 0)),
+            f"layers of {name} take several states of each token at once (AltUp), and a pass hands "
+            f"on one{WITHOUT}",
         ),
         (
             any(getattr(text, key, None) for key in _INDEXERS) or _has_layers(text, _INDEXED),
@@ -205,16 +203,21 @@ def _no_cache_of_latents(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.model_config.use_mla) and off and current_platform.is_cpu()
 
 
+def _num_sharing(model: ModelConfig) -> int:
+    """Layers, the last ones, that share the KV of others."""
+    return int(getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0)
+
+
 def _cut_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     model, name = vllm_config.model_config, _name(vllm_config.model_config)
     if not cuts:
         return []
-    layers = model.get_num_layers(vllm_config.parallel_config)
+    layers = model.get_num_layers(vllm_config.parallel_config) - _num_sharing(model)
     return [
         (
             max(cuts) >= layers,
-            f"similarity.w_exact names layer {max(cuts)}, and the last layer of {name} is "
-            f'{layers - 1}; remove it, or call it "all"',
+            f"similarity.w_exact names layer {max(cuts)}, and the last layer of {name} that writes "
+            f'KV is {layers - 1}; remove it, or call it "all"',
         ),
         (
             not model.enforce_eager,
@@ -264,6 +267,11 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             lora is not None and lora.enable_tower_connector_lora,
             "LoRA adapts the vision tower, too; remove --enable-tower-connector-lora",
         ),
+        (
+            cache.kv_sharing_fast_prefill,
+            "vLLM would run layers that share the KV of others in a part of the model of its own, "
+            "on a prompt's last token only; remove --kv-sharing-fast-prefill",
+        ),
         (parallel.enable_eplb, "expert load balancing is on; remove --enable-eplb"),
         (parallel.use_ubatching, "micro-batching is on; remove --enable-dbo"),
     ]
@@ -299,6 +307,10 @@ def _draft_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bo
         (
             vllm_config.lora_config is not None,
             f"{by} beside LoRA adapters is not proven; remove --enable-lora, or use ngram",
+        ),
+        (
+            _num_sharing(vllm_config.model_config) > 0,
+            f"{by} of a model with layers that share the KV of others is not proven; use ngram",
         ),
         (
             vllm_config.model_config.is_multimodal_model,

@@ -11,9 +11,11 @@ the layers is proven at start-up by comparing with the model's own forward (`pre
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -80,6 +82,23 @@ class LayerState:
         )
 
 
+class LayerInputs(NamedTuple):
+    """What decoder layers are given of a chunk of tokens beside their state.
+
+    Attributes:
+        positions: `[tokens]`, or of each row.
+        further: the other arguments of each layer, as the model's own forward hands them over; of
+            one layer alone if they are those of all.
+    """
+
+    positions: torch.Tensor
+    further: Sequence[Mapping[str, object]]
+
+    def of(self, layer: int) -> Mapping[str, object]:
+        """The other arguments of a layer."""
+        return self.further[layer if len(self.further) > 1 else 0]
+
+
 class Collected:
     """States of chunks, put where they belong among all tokens: never held twice.
 
@@ -130,29 +149,43 @@ class _KeysReady(BaseException):
     """Unwinds a decoder layer once its keys and values are about to be attended to."""
 
 
+class _KvWritten(BaseException):
+    """Unwinds the model's forward once no layer is left that writes KV."""
+
+
 class DecoderStack:
     """Decoder layers of a loaded vLLM model, in order, with their attention layers.
 
+    Layers that share the KV of others (`kv_sharing_target_layer_name`) stand behind all that write
+    theirs. Nothing that is cached depends on them, so they are no part of the stack, and whatever
+    runs it ends in front of them, as a pass ends in the last layer behind its keys and values.
+
     Args:
         model: the loaded model.
-        attention_by_name: its `Attention` layers.
+        attention_by_name: its `Attention` layers that have KV of their own.
         position_rows: see `positions.position_rows`.
+        sharing: those that share the KV of others.
 
     Attributes:
-        layers: decoder layers.
+        layers: decoder layers that write KV.
         attention: the vLLM `Attention` layer inside each decoder layer.
         position_rows: as given.
+        behind: decoder layers that share the KV of these.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        attention_by_name: dict[str, nn.Module],
+        attention_by_name: Mapping[str, nn.Module],
         position_rows: int | None = None,
+        sharing: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self._model = model
         self.position_rows = position_rows
-        self.layers, self.attention = _find_layers(model, attention_by_name)
+        layers, attention = _find_layers(model, {**attention_by_name, **(sharing or {})})
+        count = _num_writing(attention, sharing or {})
+        self.layers, self.behind = layers[:count], layers[count:]
+        self.attention = attention[:count]
         parameters = inspect.signature(self.layers[0].forward).parameters
         if not any("position" in name for name in parameters):
             raise UnsupportedModelError(
@@ -167,47 +200,89 @@ class DecoderStack:
         self._signature = inspect.signature(self.layers[0].forward)
         self._has_residual = "residual" in parameters
         self._carries_residual = self._has_residual
-        self._extras: dict[str, object] = {}
+        self._of_all: Mapping[str, object] | None = None
+        self._runs_dry = False
         self._returns_tuple = False
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerState:
-        """What the model itself hands to its first decoder layer for these tokens.
+    def embed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[LayerState, LayerInputs]:
+        """What the model itself hands to its first decoder layer for these tokens, and what its
+        layers are given beside it.
 
         Must run inside a forward context with `skip_compiled=True`.
         """
-        caught: dict[str, object] = {}
+        given = self._dry_run(token_ids, positions)
+        hidden_states, residual = given[0]["hidden_states"], given[0].get("residual")
+        assert isinstance(hidden_states, torch.Tensor)
+        assert residual is None or isinstance(residual, torch.Tensor)
+        further = [_further(of_layer) for of_layer in given]
+        self._of_all = further[0] if len(further) == 1 else None
+        return LayerState(hidden_states, residual), LayerInputs(positions, further)
 
-        def stop(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            caught.update(self._signature.bind(*args, **kwargs).arguments)
-            raise _EmbeddingsReady
+    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
+        """What the layers are given of these tokens beside a state that they already have.
 
-        handle = self.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+        Must run where `embed` may, if it `asks_model`.
+        """
+        if self._of_all is not None:
+            return LayerInputs(positions, [self._of_all])
+        return self.embed(token_ids, positions)[1]
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether only the model's own forward tells what layers are given beside a state: it is
+        something else of each token, or was never told."""
+        return self._of_all is None
+
+    def _dry_run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> list[dict[str, object]]:
+        """Arguments of the layers in the model's own forward, by name, while each layer hands on
+        the state that it is given, and computes nothing.
+
+        Where the first is given nothing else of each token, these are its alone: what it is given
+        then, all are, whatever their tokens.
+        """
+        found: list[dict[str, object]] = []
+
+        def note(*args: object, **kwargs: object) -> object:
+            given = dict(self._signature.bind(*args, **kwargs).arguments)
+            found.append(given)
+            of_tokens = self._of_tokens(given, len(token_ids))
+            if not of_tokens or len(found) == len(self.layers):
+                raise _EmbeddingsReady
+            return given["hidden_states"], given.get("residual")
+
+        self._runs_dry = True
         try:
-            self._model(input_ids=token_ids, positions=positions)
+            with _in_the_place_of(self.layers, note):
+                self._model(input_ids=token_ids, positions=positions)
         except _EmbeddingsReady:
             pass
         finally:
-            handle.remove()
-        hidden_states = caught.pop("hidden_states")
-        residual = caught.pop("residual", None)
-        caught.pop("positions")
-        self._check_extras(caught)
-        self._extras = caught
-        assert isinstance(hidden_states, torch.Tensor)
-        assert residual is None or isinstance(residual, torch.Tensor)
-        return LayerState(hidden_states, residual)
+            self._runs_dry = False
+        return found
 
-    def _check_extras(self, extras: dict[str, object]) -> None:
-        """What else the first layer is given is given to all of them, whatever their tokens."""
-        of_tokens = [name for name, value in extras.items() if isinstance(value, torch.Tensor)]
-        if of_tokens:
+    def _of_tokens(self, given: Mapping[str, object], count: int) -> list[str]:
+        """Names of what a layer is given of each token beside its state and position.
+
+        Raises:
+            UnsupportedModelError: it cannot be told what is whose.
+        """
+        tensors = {
+            name: value
+            for name, value in _further(given).items()
+            if isinstance(value, torch.Tensor)
+        }
+        alike = all(value.ndim and len(value) == count for value in tensors.values())
+        if tensors and not (alike and self._has_residual):
             raise UnsupportedModelError(
                 f"{type(self.layers[0]).__name__}.forward takes more than hidden states of each "
-                f"token ({', '.join(of_tokens)})"
+                f"token ({', '.join(tensors)})"
             )
+        return list(tensors)
 
     def report_input(self, index: int, keep: Callable[[torch.Tensor, LayerState], None]) -> None:
         """Have a layer report, from here on, what enters it: positions `[tokens]`, and the state.
@@ -216,6 +291,8 @@ class DecoderStack:
         """
 
         def report(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._runs_dry:
+                return
             given = self._signature.bind(*args, **kwargs).arguments
             positions = given["positions"]
             state = LayerState(given["hidden_states"], given.get("residual"))
@@ -232,13 +309,15 @@ class DecoderStack:
         return LayerState(torch.zeros_like(stream), stream)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's own forward, all layers; what `embed` and `run` together must reproduce.
+        """The model's own forward, all layers that write KV; what `embed` and `run` together must
+        reproduce.
 
         The tensors are of the types, shapes and alignment that the runner's have: compiled code
         takes all three for granted. Positions are `[tokens]`, or of each row.
 
         Returns:
-            The hidden states behind the last layer and norm.
+            The hidden states behind the last layer and norm; what enters the first layer that
+            shares KV, if there are any.
         """
         return self.forward_for_drafts(token_ids, positions)[0]
 
@@ -254,7 +333,24 @@ class DecoderStack:
         self, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same on these very tensors: CUDA graphs read where they were captured."""
+        if self.behind:
+            return self._up_to_sharing(token_ids, positions), []
         return _with_auxiliary(self._model(input_ids=token_ids, positions=positions))
+
+    def _up_to_sharing(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        caught: list[LayerState] = []
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            given = self._signature.bind(*args, **kwargs).arguments
+            caught.append(LayerState(given["hidden_states"], given.get("residual")))
+            raise _KvWritten
+
+        try:
+            with _in_the_place_of(self.behind[:1], stop):
+                self._model(input_ids=token_ids, positions=positions)
+        except _KvWritten:
+            pass
+        return caught[0].stream
 
     @property
     def auxiliary_layers(self) -> tuple[int, ...]:
@@ -275,45 +371,42 @@ class DecoderStack:
                 return state.hidden_states, state.residual
             return (state.hidden_states,) if self._returns_tuple else state.hidden_states
 
-        for layer in self.layers:
-            layer.__dict__["forward"] = hand_on
-        try:
+        with _in_the_place_of(self.layers, hand_on):
             return self.forward_of(token_ids, positions)[0]
-        finally:
-            for layer in self.layers:
-                del layer.__dict__["forward"]
 
-    def run(self, first: int, last: int, positions: torch.Tensor, state: LayerState) -> LayerState:
-        """Run decoder layers `[first, last)` on tokens at `positions`, writing their KV.
+    def run(self, first: int, last: int, inputs: LayerInputs, state: LayerState) -> LayerState:
+        """Run decoder layers `[first, last)` on tokens, writing their KV.
 
         Attention metadata and slot mapping come from the forward context in force.
+
+        Args:
+            first, last: which layers.
+            inputs: of the tokens, from `embed` or `inputs`.
+            state: of the tokens.
         """
-        for layer in self.layers[first:last]:
+        for index, layer in enumerate(self.layers[first:last], first):
+            given = {"positions": inputs.positions, "hidden_states": state.hidden_states}
+            given |= inputs.of(index)
             if self._has_residual:
-                hidden_states, residual = layer(
-                    positions=positions,
-                    hidden_states=state.hidden_states,
-                    residual=state.residual,
-                    **self._extras,
-                )
+                hidden_states, residual = layer(residual=state.residual, **given)
                 state = LayerState(hidden_states, residual)
             else:
-                out = layer(positions=positions, hidden_states=state.hidden_states, **self._extras)
+                out = layer(**given)
                 self._returns_tuple = isinstance(out, tuple)
                 state = LayerState(out[0] if self._returns_tuple else out, None)
         return state
 
     def write_kv(
-        self, index: int, positions: torch.Tensor, slots: torch.Tensor, state: LayerState
+        self, index: int, inputs: LayerInputs, slots: torch.Tensor, state: LayerState
     ) -> None:
         """Run a decoder layer only as far as its keys and values, and write these to `slots`.
 
         All that a pass needs of the last layer, whose output it does not use.
         """
-        token_kv.write(self.attention[index], *self.keys_and_values(index, positions, state), slots)
+        token_kv.write(self.attention[index], *self.keys_and_values(index, inputs, state), slots)
 
     def keys_and_values(
-        self, index: int, positions: torch.Tensor, state: LayerState
+        self, index: int, inputs: LayerInputs, state: LayerState
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, heads, channels]` of a decoder layer; no page is written.
 
@@ -328,7 +421,7 @@ class DecoderStack:
 
         handle = attention.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            self.run(index, index + 1, positions, state)
+            self.run(index, index + 1, inputs, state)
         except _KeysReady:
             pass
         finally:
@@ -344,8 +437,44 @@ def _with_auxiliary(output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return hidden_states, auxiliary
 
 
+_STATE = ("positions", "hidden_states", "residual")
+
+
+def _further(given: Mapping[str, object]) -> dict[str, object]:
+    """What a layer is given beside its state and its tokens' positions."""
+    return {name: value for name, value in given.items() if name not in _STATE}
+
+
+@contextmanager
+def _in_the_place_of(layers: Sequence[nn.Module], forward: Callable[..., object]) -> Iterator[None]:
+    """Modules run this instead, with their hooks."""
+    for layer in layers:
+        layer.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["forward"]
+
+
+def _num_writing(attention: Sequence[nn.Module], sharing: Mapping[str, nn.Module]) -> int:
+    """How many layers write KV, all in front of those that share it.
+
+    Raises:
+        UnsupportedModelError: some write theirs behind these.
+    """
+    names = {id(layer): name for name, layer in sharing.items()}
+    count = sum(1 for _ in takewhile(lambda layer: id(layer) not in names, attention))
+    if count + len(names) != len(attention):
+        raise UnsupportedModelError(
+            f"{names[id(attention[count])]} shares the KV of another layer, and layers behind it "
+            "write theirs"
+        )
+    return count
+
+
 def _find_layers(
-    model: nn.Module, attention_by_name: dict[str, nn.Module]
+    model: nn.Module, attention_by_name: Mapping[str, nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """The module list whose members hold exactly one attention layer each, and all of them."""
     wanted = {id(module) for module in attention_by_name.values()}

@@ -31,18 +31,25 @@ class ModelLayers:
     """The decoder layers of a model, as programs see them.
 
     Attributes:
-        count: how many.
+        count: how many a pass runs: those that write KV.
         scored: those whose attention may give scores, ascending: they attend to the whole prompt,
             and are not the last, whose queries a pass does not compute.
+        sharing: how many share the KV of these, and run in vLLM's own forward only.
     """
 
     count: int
     scored: tuple[int, ...]
+    sharing: int = 0
 
     @classmethod
     def of_full_attention(cls, count: int) -> ModelLayers:
         """Layers that all attend to the whole prompt."""
         return cls(count, tuple(range(count - 1)))
+
+    @property
+    def in_all(self) -> int:
+        """Those that vLLM's own forward runs."""
+        return self.count + self.sharing
 
     def scored_from(self, first: int) -> tuple[int, ...]:
         """Those of `scored` from layer `first` on; the last of them where there is none."""

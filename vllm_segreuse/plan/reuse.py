@@ -328,14 +328,14 @@ class ReusePlan:
             prefix: where the prefix hit ends; None: where this plan begins.
         """
         begin = self.begin if prefix is None else prefix
-        by_vllm = (num_tokens - self.stop) * layers.count  # the last token, as a rule
+        by_vllm = (num_tokens - self.stop) * layers.in_all  # the last token, as a rule
         chosen = None if outcome is None else self.num_chosen(outcome.computed)
         computed = self.layer_tokens(layers, chosen) + by_vllm
         if outcome is not None and outcome.in_full:  # once more, and all of it
             computed += self.in_full().layer_tokens(layers)
         if outcome is not None and outcome.acceptance is not None:
             computed += outcome.acceptance.again * layers.count
-        return round(computed / ((num_tokens - begin) * layers.count), 4)
+        return round(computed / ((num_tokens - begin) * layers.in_all), 4)
 
     @property
     def active_tokens(self) -> int:

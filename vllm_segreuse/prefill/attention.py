@@ -236,6 +236,10 @@ class PassAttention:
         """
         return self._rows.forward_context(tokens, block_tables, execution)
 
+    def no_attention(self, tokens: TokenTable) -> AbstractContextManager[None]:
+        """Forward context in which these tokens attend to nothing, and write no KV."""
+        return pass_context(self._rows.vllm_config, {}, tokens, EAGER)
+
     @contextmanager
     def forward_context(
         self,

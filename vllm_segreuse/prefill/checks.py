@@ -30,6 +30,7 @@ from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
 from vllm_segreuse.model.rope import DeltaRope, RopeError
+from vllm_segreuse.plan import ModelLayers
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.drafts import DraftRunner
@@ -44,8 +45,8 @@ from vllm_segreuse.prefill.proofs.attention import prove_attention
 from vllm_segreuse.prefill.proofs.causal import (
     check_attention,
     check_scored,
-    check_sharing,
     check_split_keys,
+    sharing_layers,
 )
 from vllm_segreuse.prefill.proofs.codecs import prove_codec
 from vllm_segreuse.prefill.proofs.drafts import DraftProof
@@ -131,16 +132,17 @@ def read_structure(
     group = segment_group(kv_cache_config)
     by_name = vllm_config.compilation_config.static_forward_context
     of_draft = set() if drafter is None else set(drafter._draft_attn_layer_names)
-    attention = {name: by_name[name] for name in group.layer_names if name not in of_draft}
     try:
-        check_sharing(by_name)
+        sharing = sharing_layers(by_name, has_draft=bool(of_draft))
+        others = of_draft | sharing.keys()
+        attention = {name: by_name[name] for name in group.layer_names if name not in others}
         check_attention(attention, group.block_size)
         check_split_keys(attention)
         check_format(attention.values())
-        stack = DecoderStack(model, attention, position_rows(model, vllm_config.model_config))
+        rows = position_rows(model, vllm_config.model_config)
+        stack = DecoderStack(model, attention, rows, sharing)
         check_rotated_channels(stack)
-        max_model_len = vllm_config.model_config.max_model_len
-        check_scored(model_layers([kind_of(layer, max_model_len) for layer in stack.attention]))
+        check_scored(layers_of(stack, vllm_config.model_config.max_model_len))
         count_and_distance(stack.attention, group.block_size, vllm_config)
         layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]
         draft = None if drafter is None else Draft(drafter, by_name, stack)
@@ -152,6 +154,12 @@ def read_structure(
         for layout in dict.fromkeys(layouts)
     }
     return Structure(group, attention, stack, layouts, kernels, draft)
+
+
+def layers_of(stack: DecoderStack, max_model_len: int) -> ModelLayers:
+    """A model's layers as programs see them."""
+    kinds = [kind_of(layer, max_model_len) for layer in stack.attention]
+    return model_layers(kinds, len(stack.behind))
 
 
 def prove(
@@ -183,7 +191,7 @@ def prove(
         max_deviation = _prove(parts, prefill)
         merge_size = prove_images(model, vllm_config.model_config, parts.scratch, prefill)
         graphs = None
-        if may_run_compiled(vllm_config):
+        if may_run_compiled(vllm_config) and not structure.stack.behind:
             layers = parts.layers(compiled=True)
             prefill = SparsePrefill(layers, parts.aligner, parts.draft_runner)
             prove_compiled(parts.scratch, prefill, parts.draft_scratch)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import Collected, DecoderStack, LayerState
+from vllm_segreuse.model.layers import Collected, DecoderStack, LayerInputs, LayerState
 from vllm_segreuse.plan import Gather, ModelLayers
 from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.attention import PassAttention, Queries, Watching
@@ -61,10 +61,15 @@ class PassSettings(NamedTuple):
     compiled: bool = False
 
 
-def model_layers(kinds: list[AttentionKind]) -> ModelLayers:
-    """The layers of a model, as programs see them."""
+def model_layers(kinds: list[AttentionKind], sharing: int = 0) -> ModelLayers:
+    """The layers of a model, as programs see them.
+
+    Args:
+        kinds: of those that write KV.
+        sharing: how many share it.
+    """
     scored = [index for index, kind in enumerate(kinds[:-1]) if kind.sees_all]
-    return ModelLayers(len(kinds), tuple(scored))
+    return ModelLayers(len(kinds), tuple(scored), sharing)
 
 
 class LayerRunner:
@@ -103,7 +108,7 @@ class LayerRunner:
         self.stack = stack
         self._for_drafts = for_drafts
         self.states = states
-        self.model = model_layers([layer.kind for layer in layers])
+        self.model = model_layers([layer.kind for layer in layers], len(stack.behind))
         self.layouts = [layer.layout for layer in layers]
         self.known = layers
         self.turning_alike = [
@@ -145,12 +150,13 @@ class LayerRunner:
                 self.settings.adapters.applied(batch.lora_id, len(chunk)),
             ):
                 if state is None:
-                    inputs = self.stack.embed(chunk.token_ids, chunk.rotary_positions)
+                    entering, given = self.stack.embed(chunk.token_ids, chunk.rotary_positions)
                 else:
-                    inputs = state.take(part)
-                output = self._through(first, whole, chunk, inputs, batch)
+                    entering = state.take(part)
+                    given = self.stack.inputs(chunk.token_ids, chunk.rotary_positions)
+                output = self._through(first, whole, chunk, given, entering, batch)
                 if whole < last:
-                    self.stack.write_kv(whole, chunk.rotary_positions, chunk.slots, output)
+                    self.stack.write_kv(whole, given, chunk.slots, output)
                 elif last == len(self.stack):
                     made = self.stack.output(chunk.token_ids, chunk.rotary_positions, output)
                     output = LayerState(made, None)
@@ -160,15 +166,21 @@ class LayerRunner:
         return outputs.state
 
     def _through(
-        self, first: int, last: int, chunk: TokenTable, state: LayerState, batch: Batch
+        self,
+        first: int,
+        last: int,
+        chunk: TokenTable,
+        given: LayerInputs,
+        state: LayerState,
+        batch: Batch,
     ) -> LayerState:
         """Layers `[first, last)` on a chunk; what drafts are given on the way is kept."""
         stops = [layer for layer in self._for_drafts.entering if first <= layer <= last]
         for layer in stops:
-            state = self.stack.run(first, layer, chunk.rotary_positions, state)
+            state = self.stack.run(first, layer, given, state)
             batch.keep_auxiliary(layer, chunk, state.stream)
             first = layer
-        return self.stack.run(first, last, chunk.rotary_positions, state)
+        return self.stack.run(first, last, given, state)
 
     def keep(self, state: LayerState, index: torch.Tensor) -> LayerState:
         """The states of some rows, ascending, in the place of all."""
@@ -306,12 +318,17 @@ class LayerRunner:
         """Keys and values `[tokens, heads, channels]` that a layer would write for this state,
         chunk by chunk, and of which tokens they are."""
         for part, chunk in tokens.parts(self.settings.max_chunk_tokens):
+            asking = nullcontext()
+            if self.stack.asks_model:
+                asking = self.attention.no_attention(chunk)
             with (
+                asking,
                 self.settings.fast_ops.preferred(),
                 self.settings.adapters.applied(batch.lora_id, len(chunk)),
             ):
                 entering = state.take(part).clone()
-                made = self.stack.keys_and_values(layer, chunk.rotary_positions, entering)
+                given = self.stack.inputs(chunk.token_ids, chunk.rotary_positions)
+                made = self.stack.keys_and_values(layer, given, entering)
             yield part, made
 
     def attention_scores(

@@ -82,7 +82,7 @@ class Methods:
         """What a policy computes of what was found. None: that is no less work than to compute
         everything, where `work` counts it."""
         recipe = POLICIES[options.policy](self._situation(options, reused, segments))
-        everything = len(reused) * self.layers.count
+        everything = len(reused) * self.layers.in_all
         return None if work is not None and work(recipe) >= everything else recipe
 
     def _situation(

@@ -37,9 +37,9 @@ class Report(NamedTuple):
     work: what is computed of (token, layer) pairs behind the prefix. Where the workers decide,
     both are the most there can be until they have reported. `drift` is then known, too
     (`prefill/drift.py`), and whether everything was computed because of it: the work is more than 1
-    then. `observed` is what would have been reused: the fields of these names. Similar
-    segments are accepted or rejected where they are tested (`prefill/acceptance.py`); rejected
-    tokens are what was computed because of it.
+    then, unless layers share KV, which passes leave out. `observed` is what would have been reused:
+    the fields of these names. Similar segments are accepted or rejected where they are tested
+    (`prefill/acceptance.py`); rejected tokens are what was computed because of it.
     """
 
     prefix_tokens: int

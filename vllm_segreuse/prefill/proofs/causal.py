@@ -91,20 +91,30 @@ def _latent_faults(layer: nn.Module) -> list[tuple[bool, str]]:
     ]
 
 
-def check_sharing(layers: Mapping[str, nn.Module]) -> None:
-    """No layer may read the KV of another.
+def sharing_layers(layers: Mapping[str, nn.Module], has_draft: bool) -> dict[str, nn.Module]:
+    """Layers that read the KV of another and write none, by name.
 
-    vLLM adds such layers to the group only after the connector has seen it.
+    vLLM adds them to the group only after the connector has seen it.
 
     Args:
         layers: all that vLLM knows by name (`static_forward_context`), of whatever kind.
+        has_draft: whether some of them are of a draft.
 
     Raises:
-        UnsupportedModelError: naming the first that does.
+        UnsupportedModelError: there are some, and a draft, too: a pass ends in front of them, and
+            has no output that a draft could be given.
     """
-    for name, layer in layers.items():
-        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-            raise UnsupportedModelError(f"{name} shares the KV of another layer")
+    found = {
+        name: layer
+        for name, layer in layers.items()
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None
+    }
+    if found and has_draft:
+        raise UnsupportedModelError(
+            f"{next(iter(found))} shares the KV of another layer, which is not proven beside a "
+            "draft that has KV"
+        )
+    return found
 
 
 def _window_of_backend(layer: nn.Module) -> int | None:
