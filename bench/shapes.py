@@ -309,6 +309,25 @@ SUPPORTED: dict[str, Shape] = {
         floor_scale=256,
         attn_scale=0.1,
     ),
+    "olmo2": _tiny("olmo2", "by vLLM's Transformers backend; norms behind attention and MLP"),
+    "olmo3": _windowed("olmo3", "by vLLM's Transformers backend; windows on some layers", "sfsf"),
+    "smollm3": _tiny(
+        "smollm3",
+        "by vLLM's Transformers backend; no RoPE on some layers",
+        no_rope_layers=[1, 1, 0, 1],
+    ),
+    "glm": _tiny(
+        "glm",
+        "by vLLM's Transformers backend; interleaved and partial RoPE",
+        hidden_size=256,
+        head_dim=64,
+        partial_rotary_factor=0.5,
+    ),
+    "gpt_neox": _tiny(
+        "gpt_neox",
+        "by vLLM's Transformers backend; attention and MLP side by side, partial RoPE",
+        num_key_value_heads=4,
+    ),
     "gpt_oss": _windowed(
         "gpt_oss",
         "windows on some layers, attention sinks on all, experts",
@@ -348,6 +367,14 @@ VISION: dict[str, Shape] = {
 LATENT: dict[str, Shape] = {
     "deepseek_v2": _latent(
         "deepseek_v2", "multi-head latent attention (MLA), experts", q_lora_rank=None
+    ),
+    "mistral_large_3": _latent(
+        "deepseek_v3",
+        "MLA with queries that grow with the position, which each layer is given the scales of",
+        q_lora_rank=48,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        llama_4_scaling={"original_max_position_embeddings": 64, "beta": 0.1},
     ),
     "deepseek_v3": _latent(
         "deepseek_v3",

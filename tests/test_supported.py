@@ -105,14 +105,15 @@ def test_models_that_cannot_be_proven_are_refused_by_name(
 @pytest.mark.parametrize(
     ("model_impl", "way_out"), [("auto", WITHOUT), ("transformers", "remove --model-impl")]
 )
-def test_models_of_the_transformers_backend_are_refused(
+def test_images_of_the_transformers_backend_are_refused(
     model_impl: str, way_out: str, llama: Any
 ) -> None:
     by = {"using_transformers_backend": lambda: True, "model_impl": model_impl}
-    assert refusal(config(llama, by)) == (
-        "vLLM runs LlamaForCausalLM by its Transformers backend, whose layers are not vLLM's own; "
+    assert refusal(config(llama, by | {"is_multimodal_model": True})) == (
+        "vLLM runs LlamaForCausalLM by its Transformers backend, and its images are not proven; "
         + way_out
     )
+    check_config(config(llama, by))
 
 
 LAYERS: list[tuple[dict[str, Any], str]] = [
@@ -144,11 +145,6 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
         "LlamaForCausalLM uses dual chunk attention, whose keys depend on the chunk",
     ),
     ({"alibi": True}, "LlamaForCausalLM has ALiBi positions"),
-    (
-        {"llama_4_scaling": {"beta": 0.1}, "latent": True},
-        "LlamaForCausalLM hands scales of the queries to each layer beside the hidden states "
-        "(llama_4_scaling), and a pass does not",
-    ),
 ]
 
 
@@ -156,7 +152,7 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
 def test_layers_that_config_json_tells_of_are_refused(
     text: dict[str, Any], why: str, llama: Any
 ) -> None:
-    model = {"uses_alibi": "alibi" in text, "use_mla": "latent" in text}
+    model = {"uses_alibi": "alibi" in text}
     assert refusal(config(llama, model, text=text)) == f"{why}; {WITHOUT}"
 
 
@@ -362,6 +358,10 @@ DRAFTS_WITH: list[tuple[dict[str, Any], str]] = [
     (
         {"speculative": "mtp", "model": {"is_multimodal_model": True}},
         "by mtp of a model that takes images is not proven; use ngram",
+    ),
+    (
+        {"speculative": "mtp", "model": {"using_transformers_backend": lambda: True}},
+        "by mtp of a model that vLLM runs by its Transformers backend is not proven; use ngram",
     ),
     (
         {"speculative": "eagle", "text": {"num_kv_shared_layers": 15}},

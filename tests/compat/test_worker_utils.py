@@ -2,7 +2,6 @@
 """Layers that share the KV of others find the spec of their target, and no memory is added up for
 them."""
 
-import importlib
 from typing import Any
 
 import pytest
@@ -12,10 +11,12 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import attn_utils
 
 from tests.compat.registering import register
-from vllm_segreuse.compat import worker_utils
 
+CALLERS = (gpu_model_runner, attn_utils)
 SPECS = {
     name: FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=size, dtype=torch.float32)
     for name, size in (("narrow", 32), ("wide", 64))
@@ -27,17 +28,15 @@ def groups(spec: Any) -> list[KVCacheGroupSpec]:
     return [KVCacheGroupSpec([*SPECS], spec)]
 
 
-@pytest.mark.parametrize("caller", worker_utils.CALLERS)
+@pytest.mark.parametrize("runner", CALLERS)
 def test_layers_that_share_kv_have_the_spec_of_their_target(
-    caller: str, monkeypatch: pytest.MonkeyPatch
+    runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in worker_utils.CALLERS:
-        module: Any = importlib.import_module(name)
-        plain = module.add_kv_sharing_layers_to_kv_cache_groups
+    for module in CALLERS:
+        plain: Any = module.add_kv_sharing_layers_to_kv_cache_groups
         plain = getattr(plain, "__wrapped__", plain)
         monkeypatch.setattr(module, "add_kv_sharing_layers_to_kv_cache_groups", plain)
     register(monkeypatch, "worker_utils")
-    runner: Any = importlib.import_module(caller)
     uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=dict(SPECS))
     [group] = found = groups(uniform)
     runner.add_kv_sharing_layers_to_kv_cache_groups(SHARED, found)

@@ -113,6 +113,8 @@ KV_BYTES = {
     "glm-4.5-air": in_bf16(46, 8, 128),
     "glm-4.6 and 4.7": in_bf16(92, 8, 128),
     "ernie-4.5-0.3b": in_bf16(18, 2, 128),
+    "olmo-2-7b": in_bf16(32, 32, 128),
+    "olmo-3-7b": in_bf16(32, 32, 128),
     "granite-3.3-8b": in_bf16(40, 8, 128),
     "llama-4-scout": in_bf16(48, 8, 128),
     "minimax-m2.5": in_bf16(62, 8, 128),

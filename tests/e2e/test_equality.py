@@ -22,7 +22,7 @@ EVERYTHING = NAMESPACE | {
     "segreuse_recompute_ratio": 1.0,
     "segreuse_min_reused_tokens": 16,
 }
-AT_PUSH = ("llama", "llama3", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
+AT_PUSH = ("llama", "llama3", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "olmo3")
 """Shapes that are compared at every push."""
 
 MORE_SHAPES = pytest.mark.slow("another shape", instead="e2e/test_equality")

@@ -13,7 +13,7 @@ from tests.e2e.test_spread import NOISE, check_exact_tier, check_spread
 
 AT_PUSH = "gemma3"
 MORE_SHAPES = pytest.mark.slow("another shape", instead="e2e/test_windows")
-SHAPES = ("gemma3", "gemma2", "gemma4", "cohere2", "gpt_oss")
+SHAPES = ("gemma3", "gemma2", "gemma4", "olmo3", "cohere2", "gpt_oss")
 
 
 @pytest.fixture(

@@ -15,6 +15,7 @@ from vllm_segreuse.model.layers import (
     DecoderStack,
     LayerState,
     UnsupportedModelError,
+    in_the_place_of,
 )
 from vllm_segreuse.prefill.tokens import TokenTable
 
@@ -263,13 +264,6 @@ def test_a_model_of_another_shape_is_refused() -> None:
         def forward(self, positions: Any) -> Any:
             return positions
 
-    class Named(Other):
-        def forward(self, position_ids: Any, hidden_states: Any) -> Any:
-            return hidden_states
-
-    expected = r"Named.forward takes \(position_ids, hidden_states\), not"
-    with pytest.raises(UnsupportedModelError, match=expected):
-        stack([Named(one)], [one])
     with pytest.raises(UnsupportedModelError, match=r"Half.forward takes \(positions\), not"):
         stack([Half(one)], [one])
     expected = r"PlainModel has no list of decoder layers with one attention layer each \({} att"
@@ -403,3 +397,87 @@ def test_layers_that_write_kv_behind_one_that_shares_are_refused() -> None:
         match=r"^2 shares the KV of another layer, and layers behind it write theirs$",
     ):
         gated(4, sharing=(2,))
+
+
+class Batched(nn.Module):
+    """A layer of the Transformers backend: a batch of one, and what to rotate by in a tuple."""
+
+    def __init__(self, attention: nn.Module, in_tuple: bool) -> None:
+        super().__init__()
+        self.attn, self.in_tuple, self.seen = attention, in_tuple, 0
+
+    def forward(
+        self, hidden_states: Any, position_ids: Any = None, mask: Any = None, **further: Any
+    ) -> Any:
+        assert hidden_states.ndim == 3
+        assert len(hidden_states) == 1
+        self.seen += 1
+        cosine, sine = further["position_embeddings"]
+        out = 2 * hidden_states + (cosine + sine + position_ids)[..., None]
+        return (out, None) if self.in_tuple else out
+
+
+class BatchedModel(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = input_ids.float()[None, :, None]
+        for number, layer in enumerate(self.layers):
+            turns = (positions * 10**number, positions * 100)
+            hidden = layer(
+                hidden,
+                position_ids=positions[None],
+                position_embeddings=tuple(each[None] for each in turns),
+                cached=False,
+            )
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return hidden[0]
+
+
+def batched(in_tuple: bool = False) -> tuple[BatchedModel, DecoderStack]:
+    attention = [nn.Identity() for _ in range(3)]
+    model = BatchedModel([Batched(each, in_tuple) for each in attention])
+    return model, DecoderStack(model, {str(i): each for i, each in enumerate(attention)})
+
+
+@pytest.mark.parametrize("in_tuple", [False, True])
+def test_layers_that_take_a_batch_of_one_and_no_positions_are_run_as_the_model_does(
+    in_tuple: bool,
+) -> None:
+    model, stack = batched(in_tuple)
+    assert not stack.takes_positions
+    ids, positions = torch.tensor([5, 7, 2]), torch.tensor([1, 4, 9])
+    whole = stack.forward(ids, positions)
+    runs = [layer.seen for layer in model.layers]
+    state, inputs = stack.embed(ids, positions)
+    assert [layer.seen for layer in model.layers] == runs, "nothing is computed"
+    assert state.hidden_states.tolist() == [[5], [7], [2]]
+    assert torch.equal(stack.run(0, 3, inputs, state).hidden_states, whole)
+    entered, rows = stack.run(0, 1, inputs, state), torch.tensor([2, 0])
+    some = stack.inputs(ids[rows], positions[rows])
+    assert torch.equal(stack.run(1, 3, some, entered.take(rows)).hidden_states, whole[rows])
+    assert torch.equal(stack.output(ids, positions, stack.run(0, 3, inputs, state)), whole)
+
+
+def test_what_a_layer_returns_must_be_known_before_one_stands_in_for_it() -> None:
+    _, stack = batched()
+    with pytest.raises(UnsupportedModelError, match=r"\(position_ids, position_embeddings\)$"):
+        stack.embed(torch.tensor([5, 7]), torch.tensor([1, 4]))
+
+
+def test_layers_without_positions_report_no_input() -> None:
+    _, stack = batched()
+    with pytest.raises(UnsupportedModelError, match="takes no positions by which what enters it"):
+        stack.report_input(1, lambda *_: None)
+
+
+def test_a_forward_that_was_replaced_is_replaced_again_and_put_back() -> None:
+    layer = nn.Identity()
+    with in_the_place_of([layer], lambda _: 1):
+        with in_the_place_of([layer], lambda _: 2):
+            assert layer(0) == layer.forward(0) == 2
+        assert layer(0) == 1
+    assert layer(0) == 0
+    assert "forward" not in vars(layer)

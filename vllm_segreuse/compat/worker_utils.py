@@ -12,22 +12,21 @@ Obsolete when vLLM looks the target's up (vllm-project/vllm#43533).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from vllm_segreuse.compat.patching import wrap
 
-CALLERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
-"""Modules of both runners, which have the function under its name."""
-
 
 def install() -> None:
-    """Wrap `add_kv_sharing_layers_to_kv_cache_groups` where runners call it, once."""
-    for name in CALLERS:
-        module = importlib.import_module(name)
-        wrap(module, "add_kv_sharing_layers_to_kv_cache_groups", _with_specs)
+    """Wrap `add_kv_sharing_layers_to_kv_cache_groups` where runners (V1, V2) have imported it,
+    once."""
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import attn_utils
+
+    wrap(gpu_model_runner, "add_kv_sharing_layers_to_kv_cache_groups", _with_specs)
+    wrap(attn_utils, "add_kv_sharing_layers_to_kv_cache_groups", _with_specs)
 
 
 def _with_specs(original: Callable[..., None]) -> Callable[..., None]:

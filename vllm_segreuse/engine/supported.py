@@ -144,12 +144,6 @@ def _model_faults(model: ModelConfig) -> list[tuple[bool, str]]:
     name, text = _name(model), model.hf_text_config
     return [
         *_layer_faults(name, text),
-        (
-            # Mistral's own attention computes these scales itself.
-            model.use_mla and bool(getattr(text, "llama_4_scaling", None)),
-            f"{name} hands scales of the queries to each layer beside the hidden states "
-            f"(llama_4_scaling), and a pass does not{WITHOUT}",
-        ),
         (model.uses_alibi, f"{name} has ALiBi positions{WITHOUT}"),
         (model.runner_type != "generate", f"{name} is a {model.runner_type} model{WITHOUT}"),
         (
@@ -157,8 +151,8 @@ def _model_faults(model: ModelConfig) -> list[tuple[bool, str]]:
             f"{name} {_STATES_IN_PLACE_OF_KV}{WITHOUT}",
         ),
         (
-            model.using_transformers_backend(),
-            f"vLLM runs {name} by its Transformers backend, whose layers are not vLLM's own"
+            model.is_multimodal_model and model.using_transformers_backend(),
+            f"vLLM runs {name} by its Transformers backend, and its images are not proven"
             + ("; remove --model-impl" if model.model_impl == "transformers" else WITHOUT),
         ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
@@ -307,6 +301,10 @@ def _draft_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bo
         (
             vllm_config.lora_config is not None,
             f"{by} beside LoRA adapters is not proven; remove --enable-lora, or use ngram",
+        ),
+        (
+            vllm_config.model_config.using_transformers_backend(),
+            f"{by} of a model that vLLM runs by its Transformers backend is not proven; use ngram",
         ),
         (
             _num_sharing(vllm_config.model_config) > 0,

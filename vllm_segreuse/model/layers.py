@@ -171,6 +171,8 @@ class DecoderStack:
         attention: the vLLM `Attention` layer inside each decoder layer.
         position_rows: as given.
         behind: decoder layers that share the KV of these.
+        takes_positions: whether each is given positions, as vLLM's own layers are, and has its
+            rotary module in itself; else it is given what it rotates by.
     """
 
     def __init__(
@@ -192,20 +194,33 @@ class DecoderStack:
                 f"{type(self.layers[0]).__name__}.forward takes ({', '.join(parameters)}) and no "
                 "positions: its keys are not rotated by theirs, and cannot be moved"
             )
-        if "positions" not in parameters or "hidden_states" not in parameters:
+        if "hidden_states" not in parameters:
             raise UnsupportedModelError(
                 f"{type(self.layers[0]).__name__}.forward takes ({', '.join(parameters)}), "
-                "not (positions, hidden_states, ...)"
+                "not (hidden_states, ...)"
             )
         self._signature = inspect.signature(self.layers[0].forward)
+        self.takes_positions = "positions" in parameters
         self._has_residual = "residual" in parameters
         self._carries_residual = self._has_residual
         self._of_all: Mapping[str, object] | None = None
         self._runs_dry = False
-        self._returns_tuple = False
+        self._is_batched = False
+        self._returns_tuple: bool | None = None
+        self._note_once_run()
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def _note_once_run(self) -> None:
+        """Note what a layer returns when the model first runs: that of a layer without a residual
+        may come in a tuple."""
+
+        def note(_: nn.Module, __: object, output: object) -> None:
+            self._returns_tuple = isinstance(output, tuple)
+            handle.remove()
+
+        handle = self.layers[0].register_forward_hook(note)
 
     def embed(
         self, token_ids: torch.Tensor, positions: torch.Tensor
@@ -219,6 +234,8 @@ class DecoderStack:
         hidden_states, residual = given[0]["hidden_states"], given[0].get("residual")
         assert isinstance(hidden_states, torch.Tensor)
         assert residual is None or isinstance(residual, torch.Tensor)
+        self._is_batched = hidden_states.ndim > 2  # transformers' layers take a batch of one
+        hidden_states = hidden_states[0] if self._is_batched else hidden_states
         further = [_further(of_layer) for of_layer in given]
         self._of_all = further[0] if len(further) == 1 else None
         return LayerState(hidden_states, residual), LayerInputs(positions, further)
@@ -248,16 +265,16 @@ class DecoderStack:
         found: list[dict[str, object]] = []
 
         def note(*args: object, **kwargs: object) -> object:
-            given = dict(self._signature.bind(*args, **kwargs).arguments)
+            given = _arguments(self._signature, args, kwargs)
             found.append(given)
             of_tokens = self._of_tokens(given, len(token_ids))
             if not of_tokens or len(found) == len(self.layers):
                 raise _EmbeddingsReady
-            return given["hidden_states"], given.get("residual")
+            return self._returned(given["hidden_states"], given.get("residual"))
 
         self._runs_dry = True
         try:
-            with _in_the_place_of(self.layers, note):
+            with in_the_place_of(self.layers, note):
                 self._model(input_ids=token_ids, positions=positions)
         except _EmbeddingsReady:
             pass
@@ -271,24 +288,38 @@ class DecoderStack:
         Raises:
             UnsupportedModelError: it cannot be told what is whose.
         """
-        tensors = {
-            name: value
-            for name, value in _further(given).items()
-            if isinstance(value, torch.Tensor)
-        }
-        alike = all(value.ndim and len(value) == count for value in tensors.values())
-        if tensors and not (alike and self._has_residual):
+        names: list[str] = []
+        alike = self._has_residual or self._returns_tuple is not None
+        for name, value in _further(given).items():
+            tensors = _tensors(value)
+            alike = alike and all(count in each.shape[:2] for each in tensors)
+            names += [name] if tensors else []
+        if names and not alike:
             raise UnsupportedModelError(
                 f"{type(self.layers[0]).__name__}.forward takes more than hidden states of each "
-                f"token ({', '.join(tensors)})"
+                f"token ({', '.join(names)})"
             )
-        return list(tensors)
+        return names
+
+    def _returned(self, hidden_states: object, residual: object) -> object:
+        """What a layer returns that leaves this state."""
+        if self._has_residual:
+            return hidden_states, residual
+        return (hidden_states,) if self._returns_tuple else hidden_states
 
     def report_input(self, index: int, keep: Callable[[torch.Tensor, LayerState], None]) -> None:
         """Have a layer report, from here on, what enters it: positions `[tokens]`, and the state.
 
         Whoever runs it; but for compiled models, which call no hooks.
+
+        Raises:
+            UnsupportedModelError: layers are given no such positions.
         """
+        if not self.takes_positions:
+            raise UnsupportedModelError(
+                f"{type(self.layers[0]).__name__}.forward takes no positions by which what enters "
+                "it could be kept for similarity.w_exact; remove that"
+            )
 
         def report(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._runs_dry:
@@ -346,7 +377,7 @@ class DecoderStack:
             raise _KvWritten
 
         try:
-            with _in_the_place_of(self.behind[:1], stop):
+            with in_the_place_of(self.behind[:1], stop):
                 self._model(input_ids=token_ids, positions=positions)
         except _KvWritten:
             pass
@@ -367,11 +398,12 @@ class DecoderStack:
         """
 
         def hand_on(*_: object, **__: object) -> object:
-            if self._has_residual:
-                return state.hidden_states, state.residual
-            return (state.hidden_states,) if self._returns_tuple else state.hidden_states
+            hidden_states = state.hidden_states
+            return self._returned(
+                hidden_states[None] if self._is_batched else hidden_states, state.residual
+            )
 
-        with _in_the_place_of(self.layers, hand_on):
+        with in_the_place_of(self.layers, hand_on):
             return self.forward_of(token_ids, positions)[0]
 
     def run(self, first: int, last: int, inputs: LayerInputs, state: LayerState) -> LayerState:
@@ -385,15 +417,22 @@ class DecoderStack:
             state: of the tokens.
         """
         for index, layer in enumerate(self.layers[first:last], first):
-            given = {"positions": inputs.positions, "hidden_states": state.hidden_states}
-            given |= inputs.of(index)
+            given = dict(inputs.of(index))
+            if self.takes_positions:
+                given["positions"] = inputs.positions
             if self._has_residual:
-                hidden_states, residual = layer(residual=state.residual, **given)
+                hidden_states, residual = layer(
+                    hidden_states=state.hidden_states, residual=state.residual, **given
+                )
                 state = LayerState(hidden_states, residual)
-            else:
-                out = layer(**given)
-                self._returns_tuple = isinstance(out, tuple)
-                state = LayerState(out[0] if self._returns_tuple else out, None)
+                continue
+            hidden_states = state.hidden_states
+            out = layer(
+                hidden_states=hidden_states[None] if self._is_batched else hidden_states, **given
+            )
+            self._returns_tuple = isinstance(out, tuple)
+            out = out[0] if self._returns_tuple else out
+            state = LayerState(out[0] if self._is_batched else out, None)
         return state
 
     def write_kv(
@@ -415,17 +454,15 @@ class DecoderStack:
         attention = self.attention[index]
         caught: list[torch.Tensor] = []
 
-        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def stop(*args: Any, **kwargs: Any) -> None:
             caught.extend(token_kv.given(attention, args, kwargs))
             raise _KeysReady
 
-        handle = attention.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            self.run(index, index + 1, inputs, state)
+            with in_the_place_of([attention], stop):
+                self.run(index, index + 1, inputs, state)
         except _KeysReady:
             pass
-        finally:
-            handle.remove()
         key, value = caught
         return key, value
 
@@ -440,21 +477,46 @@ def _with_auxiliary(output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 _STATE = ("positions", "hidden_states", "residual")
 
 
+def _arguments(
+    signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Arguments of a call, by name."""
+    bound = signature.bind(*args, **kwargs)
+    kinds = signature.parameters
+    given: dict[str, object] = {}
+    for name, value in bound.arguments.items():
+        if kinds[name].kind is inspect.Parameter.VAR_KEYWORD:
+            given |= value
+        else:
+            given[name] = value
+    return given
+
+
 def _further(given: Mapping[str, object]) -> dict[str, object]:
     """What a layer is given beside its state and its tokens' positions."""
     return {name: value for name, value in given.items() if name not in _STATE}
 
 
+def _tensors(value: object) -> list[torch.Tensor]:
+    """An argument, or those in it: cosines and sines come in a tuple."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
 @contextmanager
-def _in_the_place_of(layers: Sequence[nn.Module], forward: Callable[..., object]) -> Iterator[None]:
-    """Modules run this instead, with their hooks."""
+def in_the_place_of(layers: Sequence[nn.Module], forward: Callable[..., object]) -> Iterator[None]:
+    """Modules run this instead, with their hooks, whoever calls their `forward`."""
+    before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.__dict__["forward"] = forward
+        vars(layer)["forward"] = forward
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.__dict__["forward"]
+        for layer, replaced in zip(layers, before, strict=True):
+            if replaced is None:
+                del vars(layer)["forward"]
+            else:
+                vars(layer)["forward"] = replaced
 
 
 def _num_writing(attention: Sequence[nn.Module], sharing: Mapping[str, nn.Module]) -> int:

@@ -93,6 +93,27 @@ def derive(rotary: torch.nn.Module, name: str) -> DeltaRope:
     return delta_rope
 
 
+def of_transformers(model: torch.nn.Module) -> list[DeltaRope]:
+    """Rotations that a model of the Transformers backend may have.
+
+    Its rotary modules stand beside the decoder layers and return cosines and sines, by which each
+    layer rotates its keys itself. Their frequencies are buffers (`inv_freq`, or one of each kind of
+    layer); which of them, and which pairs of channels turn, is for the layer's keys to tell.
+
+    Args:
+        model: as loaded.
+    """
+    found: list[DeltaRope] = []
+    for name, buffer in model.named_buffers():
+        if not name.endswith("inv_freq") or buffer.ndim != 1:
+            continue
+        for neox in (True, False):
+            rope = DeltaRope(buffer.detach().to("cpu", torch.float64), 2 * buffer.numel(), neox)
+            if not any(rope.same_as(other) for other in found):
+                found.append(rope)
+    return found
+
+
 def _frequencies(table: torch.Tensor) -> torch.Tensor:
     """Radians per position of each channel pair, float64, from cosines and sines by position.
 

@@ -29,7 +29,7 @@ from vllm_segreuse.model.kv_layout import PageLayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
-from vllm_segreuse.model.rope import DeltaRope, RopeError
+from vllm_segreuse.model.rope import DeltaRope, RopeError, of_transformers
 from vllm_segreuse.plan import ModelLayers
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
@@ -271,7 +271,7 @@ def _build(
     scratch = Scratch(stack, layouts, rows, settings, group.block_size, num_blocks, vllm_config)
     # From here on: the model's own forward leaves them, too.
     states = _boundary_states(stack, cuts, group.block_size, kv_cache_config, vllm_config)
-    ropes = prove_rotations(scratch)
+    ropes = prove_rotations(scratch, [] if stack.takes_positions else of_transformers(model))
     max_model_len = vllm_config.model_config.max_model_len
     kv = [
         LayerKv(layer, layout, rope, structure.kernels[layout], kind_of(layer, max_model_len))

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from vllm_segreuse.model import rope, token_kv
-from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError, in_the_place_of
 from vllm_segreuse.model.rope import DeltaRope, RopeError
 from vllm_segreuse.model.rotary import MODULES
 from vllm_segreuse.prefill.proofs.scratch import Scratch, changed_outputs
@@ -36,7 +38,9 @@ def check_rotated_channels(stack: DecoderStack) -> None:
 
 
 @torch.inference_mode()
-def prove_rotations(scratch: Scratch) -> list[DeltaRope | None]:
+def prove_rotations(
+    scratch: Scratch, alternatives: Sequence[DeltaRope] = ()
+) -> list[DeltaRope | None]:
     """Rotation of each layer, None where keys carry no position (NoPE).
 
     A layer's rotation is derived from the rotary module whose output is the key it caches. It
@@ -44,6 +48,11 @@ def prove_rotations(scratch: Scratch) -> list[DeltaRope | None]:
     the same relative positions, so every layer must cache the same keys, rotated by that
     distance. Moved once more, with each layer's output as it was, every layer must cache the very
     same values. Leaves the tokens' KV at their own positions in the first scratch blocks.
+
+    Args:
+        scratch: random tokens.
+        alternatives: rotations of which a layer has the one that turns its keys as the model does,
+            or none, where no module returns the key; that is proven at the last positions, too.
     """
     outputs: dict[nn.Module, Any] = {}
 
@@ -52,20 +61,41 @@ def prove_rotations(scratch: Scratch) -> list[DeltaRope | None]:
 
     stack = scratch.stack
     modules = *stack.layers, *stack.attention  # a draft has one layer here, whatever it holds
+    farthest = scratch.max_model_len - scratch.count
     with scratch.unrounded():
         with changed_outputs(modules, keep):
             own = _given(scratch, 0)
         moved = _given(scratch, scratch.distance)
+        far = _given(scratch, farthest) if alternatives else moved
         with changed_outputs(modules, lambda module, _: outputs[module]):
             alone = _given(scratch, scratch.distance)
     scratch.forward()
     ropes = []
-    for layer, here, there, kept in zip(stack.attention, own, moved, alone, strict=True):
-        delta_rope = None if here.rotary is None else rope.derive(here.rotary, layer.layer_name)
+    given = zip(stack.attention, own, moved, far, alone, strict=True)
+    for layer, here, there, at_end, kept in given:
+        if here.rotary is not None:
+            delta_rope = rope.derive(here.rotary, layer.layer_name)
+        else:
+            delta_rope = _best(layer, here.key, there.key, alternatives, scratch.distance)
         prove_rotation(layer, here.key, there.key, delta_rope, scratch.distance)
+        if alternatives:
+            prove_rotation(layer, here.key, at_end.key, delta_rope, farthest)
         prove_value(layer, here.value, kept.value)
         ropes.append(delta_rope)
     return ropes
+
+
+def _best(
+    layer: nn.Module,
+    key: torch.Tensor,
+    shifted: torch.Tensor,
+    alternatives: Sequence[DeltaRope],
+    distance: int,
+) -> DeltaRope | None:
+    """Which of these turns keys `[tokens, ...]` most nearly to `shifted`, or None: no turn does."""
+    fitting = [None, *(it for it in alternatives if it.rotary_dim <= layer.head_size)]
+    errors = [_off_by(layer, key, shifted, each, distance) for each in fitting]
+    return fitting[errors.index(min(errors))]
 
 
 class _Given(NamedTuple):
@@ -84,11 +114,17 @@ def _given(scratch: Scratch, distance: int) -> list[_Given]:
     def note_rotation(module: nn.Module, _: Any, output: Any) -> None:
         latest[:] = [(module, output[1].clone())]
 
-    def note_kv(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key, value = token_kv.given(layer, args, kwargs)
-        rotated = bool(latest) and points_as(latest[0][1], key)
-        given.append(_Given(key.clone(), value.clone(), latest[0][0] if rotated else None))
-        latest.clear()
+    def noting(layer: nn.Module) -> Callable[..., Any]:
+        forward = layer.forward
+
+        def note_kv(*args: Any, **kwargs: Any) -> Any:
+            key, value = token_kv.given(layer, args, kwargs)
+            rotated = bool(latest) and points_as(latest[0][1], key)
+            given.append(_Given(key.clone(), value.clone(), latest[0][0] if rotated else None))
+            latest.clear()
+            return forward(*args, **kwargs)
+
+        return note_kv
 
     rotary = {
         id(m): m
@@ -97,10 +133,11 @@ def _given(scratch: Scratch, distance: int) -> list[_Given]:
         if isinstance(m, MODULES)
     }
     handles = [module.register_forward_hook(note_rotation) for module in rotary.values()]
-    for layer in scratch.stack.attention:
-        handles.append(layer.register_forward_pre_hook(note_kv, with_kwargs=True))
     try:
-        scratch.forward(distance)
+        with ExitStack() as stack:
+            for layer in scratch.stack.attention:
+                stack.enter_context(in_the_place_of([layer], noting(layer)))
+            scratch.forward(distance)
     finally:
         for handle in handles:
             handle.remove()
@@ -132,19 +169,32 @@ def prove_rotation(
     distance: int,
 ) -> None:
     """`shifted` must be `key` rotated by `distance`, or equal to it where there is no rotation."""
-    expected = key = key.view(-1, *token_kv.key_shape(layer))
-    if delta_rope is not None:
-        deltas = torch.full((len(key),), distance, device=key.device)
-        expected = delta_rope.rotate(key, deltas)
-    error = float((expected.float() - shifted.view_as(key).float()).norm() / key.float().norm())
-    # The model rounds its cosines to its dtype; a wrong rotation is off by about 1.
-    if not error < 16 * max(torch.finfo(key.dtype).eps, 2.0**-16):
+    error = _off_by(layer, key, shifted, delta_rope, distance)
+    # The model rounds its cosines to its dtype, and angles in float32; a wrong rotation is off by
+    # about 1.
+    rounding = max(torch.finfo(key.dtype).eps, 2.0**-16)
+    if not error < 16 * rounding + distance * 2.0**-22:
         what = (
             "carries positions that no rotary module explains"
             if delta_rope is None
             else "does not turn with its position as its rotary module says"
         )
         raise RopeError(f"{layer.layer_name}: the cached key {what} (off by {error:.2g})")
+
+
+def _off_by(
+    layer: nn.Module,
+    key: torch.Tensor,
+    shifted: torch.Tensor,
+    delta_rope: DeltaRope | None,
+    distance: int,
+) -> float:
+    """How far `shifted` is from `key`, rotated by `distance` if it is, as a share of its norm."""
+    expected = key = key.view(-1, *token_kv.key_shape(layer))
+    if delta_rope is not None:
+        deltas = torch.full((len(key),), distance, device=key.device)
+        expected = delta_rope.rotate(key, deltas)
+    return float((expected.float() - shifted.view_as(key).float()).norm() / key.float().norm())
 
 
 def prove_value(layer: nn.Module, value: torch.Tensor, shifted: torch.Tensor) -> None:

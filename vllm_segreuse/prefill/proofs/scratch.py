@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kernels.reference import attend
 from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.layers import UnsupportedModelError, in_the_place_of
 from vllm_segreuse.prefill.layer_runner import PassSettings
 from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.tokens import TokenTable
@@ -170,17 +170,25 @@ class Scratch:
 def changed_outputs(
     modules: Iterable[nn.Module], change: Callable[[nn.Module, Any], Any]
 ) -> Iterator[None]:
-    """Modules return what `change` makes of their outputs; where that is None, these."""
+    """Modules return what `change` makes of their outputs; where that is None, these.
 
-    def hook(module: nn.Module, _: Any, output: Any) -> Any:
-        return change(module, output)
+    Also where their `forward` is called by itself, as the Transformers backend does with attention.
+    """
 
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
+    def changed(module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            made = change(module, output)
+            return output if made is None else made
+
+        return run
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(in_the_place_of([module], changed(module)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _attend_to_all_before(
