@@ -374,7 +374,7 @@ LATENT: dict[str, Shape] = {
         q_lora_rank=48,
         topk_method="noaux_tc",
         scoring_func="sigmoid",
-        llama_4_scaling={"original_max_position_embeddings": 64, "beta": 0.1},
+        llama_4_scaling={"original_max_position_embeddings": 512, "beta": 0.1},
     ),
     "deepseek_v3": _latent(
         "deepseek_v3",

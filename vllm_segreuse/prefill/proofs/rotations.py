@@ -66,9 +66,9 @@ def prove_rotations(
         with changed_outputs(modules, keep):
             own = _given(scratch, 0)
         moved = _given(scratch, scratch.distance)
-        far = _given(scratch, farthest) if alternatives else moved
         with changed_outputs(modules, lambda module, _: outputs[module]):
             alone = _given(scratch, scratch.distance)
+            far = _given(scratch, farthest) if alternatives else alone
     scratch.forward()
     ropes = []
     given = zip(stack.attention, own, moved, far, alone, strict=True)
@@ -79,7 +79,8 @@ def prove_rotations(
             delta_rope = _best(layer, here.key, there.key, alternatives, scratch.distance)
         prove_rotation(layer, here.key, there.key, delta_rope, scratch.distance)
         if alternatives:
-            prove_rotation(layer, here.key, at_end.key, delta_rope, farthest)
+            # The model multiplies positions by frequencies in float32.
+            prove_rotation(layer, here.key, at_end.key, delta_rope, farthest, farthest * 2.0**-22)
         prove_value(layer, here.value, kept.value)
         ropes.append(delta_rope)
     return ropes
@@ -167,13 +168,16 @@ def prove_rotation(
     shifted: torch.Tensor,
     delta_rope: DeltaRope | None,
     distance: int,
+    angle_error: float = 0.0,
 ) -> None:
-    """`shifted` must be `key` rotated by `distance`, or equal to it where there is no rotation."""
+    """`shifted` must be `key` rotated by `distance`, or equal to it where there is no rotation.
+
+    Args:
+        angle_error: radians by which the model's own angles may be off.
+    """
     error = _off_by(layer, key, shifted, delta_rope, distance)
-    # The model rounds its cosines to its dtype, and angles in float32; a wrong rotation is off by
-    # about 1.
-    rounding = max(torch.finfo(key.dtype).eps, 2.0**-16)
-    if not error < 16 * rounding + distance * 2.0**-22:
+    # The model rounds its cosines to its dtype; a wrong rotation is off by about 1.
+    if not error < 16 * max(torch.finfo(key.dtype).eps, 2.0**-16) + angle_error:
         what = (
             "carries positions that no rotary module explains"
             if delta_rope is None
