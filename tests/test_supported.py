@@ -300,6 +300,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "a mixture of experts with data_parallel_size=2; use 1",
     ),
     (
+        {"model": {"enable_sleep_mode": True, "sleep_mode_backend": "checkpoint"}},
+        "sleep_mode_backend=checkpoint is not known to bring back pages and tables where they "
+        "were; use --sleep-mode-backend cumem, or remove --enable-sleep-mode",
+    ),
+    (
         {"parallel": {"enable_eplb": True}},
         "expert load balancing is on; remove --enable-eplb",
     ),

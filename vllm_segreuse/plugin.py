@@ -124,7 +124,7 @@ def _install_engine() -> None:
     from vllm_segreuse.engine.version import require_supported_vllm
 
     require_supported_vllm()
-    engine_core.install()
+    engine_core.install(_weights_digest)
     model_runner.install(_pass_bytes)
     omp_processes.install(runs_alone)
     prefix_cache_stats.install()
@@ -140,6 +140,13 @@ def _pass_bytes(vllm_config: VllmConfig) -> int:
     from vllm_segreuse.config.memory import pass_bytes
 
     return pass_bytes(vllm_config) if names_connector(vllm_config.kv_transfer_config) else 0
+
+
+def _weights_digest(model: Any) -> int:
+    """A number for a model's weights, in a worker."""
+    from vllm_segreuse.model.weights import weights_digest
+
+    return weights_digest(model)
 
 
 def _left_for_kv(available: int, vllm_config: VllmConfig, specs: Mapping[str, Any]) -> int:

@@ -254,6 +254,16 @@ def test_a_request_that_ends_while_its_plan_is_pending_lets_go(world, document):
     assert world.pins.unpinned == 1
 
 
+def test_with_other_weights_nothing_is_reused_until_all_is_forgotten(world, document):
+    world.health.weights_changed()
+    tracked = world.request(world.new_tokens(1) + document[0])
+    assert world.decide(tracked) == 0
+    report = world.planner.allocated(tracked, blocks_of(tracked))
+    assert (report.bypass_reason, report.reused_tokens) == ("weights_changed", 0)
+    world.health.recover()
+    assert world.decide(world.request(world.new_tokens(1) + document[0])) > 0
+
+
 def test_given_up_before_it_runs_lets_go_and_neither_reuses_nor_donates(world, document):
     tracked = world.request(world.new_tokens(1) + document[0])
     world.decide(tracked)

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kill switch reaches the scheduler's half of the connector, and only of ours."""
+"""Calls reach the scheduler's half of the connector, and only of ours; and it hears of weights."""
+
+from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_segreuse.compat.engine_core import segreuse_set_enabled, segreuse_status
+from vllm_segreuse.compat.engine_core import (
+    CHANGING,
+    _collective_rpc,
+    segreuse_set_enabled,
+    segreuse_status,
+)
 
 
 class Side:
@@ -37,3 +45,134 @@ def test_switch() -> None:
 def test_engine_without_our_connector_says_so(connector: Any) -> None:
     with pytest.raises(RuntimeError, match="does not run segment reuse"):
         segreuse_status(core(connector))
+
+
+class Ranks:
+    """An engine whose ranks have a number each in place of a model; and one of them a draft.
+
+    Args:
+        busy: whether requests hold blocks, so that vLLM's reset fails.
+    """
+
+    def __init__(self, busy: bool = False, draft: float | None = None) -> None:
+        self.weights = [1.0, 2.0]
+        self.draft = draft
+        self.is_sleeping = False
+        self.num_read = 0
+        self.happened: list[str] = []
+        self.busy = busy
+        side = SimpleNamespace(weights_changed=lambda: self.happened.append("told"))
+        self.connector: Any = SimpleNamespace(scheduler_side=side)
+        self.core = SimpleNamespace(model_executor=self, scheduler=self)
+        self._call = _collective_rpc(lambda core, *given: self.collective_rpc(*given), self._digest)
+
+    def call(self, method: Any) -> Any:
+        return self._call(self.core, method)
+
+    def collective_rpc(self, method: Any) -> list[Any]:
+        """Of the executor."""
+        if isinstance(method, str):
+            self.happened.append(method)
+            return [None, None]
+        return [method(self._worker(rank)) for rank in (0, 1)]
+
+    def _worker(self, rank: int) -> Any:
+        draft = self.draft if rank else None
+        return SimpleNamespace(
+            rank=rank, get_model=lambda: self.weights[rank], get_draft_model=lambda: draft
+        )
+
+    def _digest(self, model: float) -> int:
+        self.num_read += 1
+        if model < 0:
+            raise RuntimeError("weights that are on no device")
+        return hash(model)
+
+    def get_kv_connector(self) -> Any:
+        """Of the scheduler."""
+        return self.connector
+
+    def reset_prefix_cache(self) -> bool:
+        """Of the scheduler."""
+        self.happened.append("reset")
+        return not self.busy
+
+
+@pytest.mark.parametrize("method", CHANGING)
+def test_methods_that_bring_weights_make_vllm_forget(method: str) -> None:
+    ranks = Ranks()
+    assert ranks.call(method) == [None, None]
+    assert ranks.happened == [method, "reset"]
+    busy = Ranks(busy=True)
+    busy.call(method)
+    assert busy.happened == [method, "reset", "told"]
+
+
+def test_what_changes_no_weight_changes_nothing() -> None:
+    ranks = Ranks(draft=3.0)
+    assert ranks.call(lambda worker: worker.rank) == [0, 1]
+    assert ranks.call("profile") == [None, None]
+    assert ranks.happened == ["profile"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_weight_of_any_rank_that_changes_is_noticed(rank: int) -> None:
+    ranks = Ranks()
+
+    def trained(worker: Any) -> None:
+        if worker.rank == rank:
+            ranks.weights[rank] += 1
+
+    ranks.call(trained)
+    assert ranks.happened == ["reset"]
+
+
+def test_a_drafts_weights_count() -> None:
+    ranks = Ranks(draft=3.0)
+
+    def trained(worker: Any) -> None:
+        ranks.draft = 4.0
+
+    ranks.call(trained)
+    assert ranks.happened == ["reset"]
+
+
+def test_weights_that_a_failed_call_leaves_behind_count_too() -> None:
+    ranks = Ranks()
+
+    def fails(worker: Any) -> None:
+        ranks.weights[worker.rank] += 1
+        raise ArithmeticError("half way")
+
+    with pytest.raises(ArithmeticError, match="half way"):
+        ranks.call(fails)
+    assert ranks.happened == ["reset"]
+
+
+def test_weights_that_cannot_be_read_count_as_others() -> None:
+    ranks = Ranks()
+    ranks.weights[1] = -1.0
+    ranks.call("profile")
+    assert ranks.happened == ["profile", "reset"]
+
+
+def test_nobody_reads_the_weights_of_an_engine_that_sleeps() -> None:
+    ranks = Ranks()
+    ranks.is_sleeping = True
+    ranks.call("wake_gently")
+    assert ranks.happened == ["wake_gently", "reset"]
+    assert ranks.num_read == 0
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_other_engines_and_those_that_start_are_left_alone(started: bool) -> None:
+    ranks = Ranks()
+    ranks.connector = None
+    if not started:
+        del ranks.core.scheduler
+    ranks.call("reload_weights")
+    assert ranks.happened == ["reload_weights"]
+
+
+def test_vllms_workers_have_the_methods_that_are_known_by_name() -> None:
+    assert [name for name in CHANGING if not hasattr(Worker, name)] == []

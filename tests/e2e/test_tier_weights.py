@@ -13,7 +13,7 @@ from tests.e2e.test_tier import SHIFT, ask, counts, evict
 from tests.e2e.test_tier_restart import started, wait_for_files
 from vllm_segreuse.compat.model_runner import loaded_model
 
-pytestmark = pytest.mark.slow("other weights", instead="e2e/test_tier tier/test_weights")
+pytestmark = pytest.mark.slow("other weights", instead="e2e/test_tier model/test_weights")
 
 
 def asked_anew(running: Engine, text: Prompts, question: list[int]) -> Answer:

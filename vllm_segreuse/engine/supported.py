@@ -223,11 +223,10 @@ def _cut_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool
 
 def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    lora = vllm_config.lora_config
-    experts = vllm_config.model_config.is_moe
+    lora, model = vllm_config.lora_config, vllm_config.model_config
     return [
         (
-            vllm_config.model_config.enable_prompt_embeds,
+            model.enable_prompt_embeds,
             "prompt embeddings are on; remove --enable-prompt-embeds",
         ),
         (
@@ -254,7 +253,7 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             "context parallelism is on; set both context parallel sizes to 1",
         ),
         (
-            parallel.data_parallel_size > 1 and experts,
+            parallel.data_parallel_size > 1 and model.is_moe,
             f"a mixture of experts with data_parallel_size={parallel.data_parallel_size}; use 1",
         ),
         (
@@ -265,6 +264,12 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             cache.kv_sharing_fast_prefill,
             "vLLM would run layers that share the KV of others in a part of the model of its own, "
             "on a prompt's last token only; remove --kv-sharing-fast-prefill",
+        ),
+        (
+            model.enable_sleep_mode and model.sleep_mode_backend != "cumem",
+            f"sleep_mode_backend={model.sleep_mode_backend} is not known to bring back pages and "
+            "tables where they were; use --sleep-mode-backend cumem, or remove "
+            "--enable-sleep-mode",
         ),
         (parallel.enable_eplb, "expert load balancing is on; remove --enable-eplb"),
         (parallel.use_ubatching, "micro-batching is on; remove --enable-dbo"),

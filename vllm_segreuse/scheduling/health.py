@@ -8,6 +8,9 @@ from types import TracebackType
 
 logger = logging.getLogger("vllm.segreuse")
 
+ERROR, WEIGHTS_CHANGED = "error", "weights_changed"
+"""Reasons of bypasses."""
+
 
 class Health:
     """One per engine and part of it.
@@ -19,19 +22,30 @@ class Health:
         broken: nothing is reused and nothing donates until everything is forgotten. Plans that vLLM
             has allocated blocks for are still carried out. Of the second tier: nothing is stored
             there, and nothing read.
+        reason: why it is broken, as a reason for which requests are bypassed.
     """
 
     def __init__(self, what: str = "segment reuse") -> None:
         self.what = what
         self.broken = False
+        self.reason = ERROR
 
     def contained(self, where: str) -> Contained:
         """An error inside ends reuse, and goes no further."""
         return Contained(self, where)
 
+    def weights_changed(self) -> None:
+        """What is known was computed with other weights, and cannot be forgotten yet."""
+        self.broken, self.reason = True, WEIGHTS_CHANGED
+        logger.warning(
+            "the model's weights were changed while requests hold KV of those before: %s is off "
+            "until the prefix cache is reset",
+            self.what,
+        )
+
     def recover(self) -> None:
         """Everything was forgotten: whatever was wrong is gone."""
-        self.broken = False
+        self.broken, self.reason = False, ERROR
 
 
 class Contained:

@@ -380,7 +380,7 @@ class Planner:
         if tracked.bypass is not None and not tracked.restores:
             return tracked.bypass
         if self._health.broken:
-            return "error"
+            return self._health.reason
         if tracked.is_required:
             return None
         if not self.enabled:

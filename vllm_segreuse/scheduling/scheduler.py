@@ -276,6 +276,11 @@ class SchedulerSide:
 
     # The engine.
 
+    def weights_changed(self) -> None:
+        """The model has other weights, and vLLM's prefix cache could not be reset: requests hold
+        blocks."""
+        self._core.health.weights_changed()
+
     def learn(self, layers: ModelLayers, facts: Mapping[str, Any]) -> None:
         """What the workers have found the model to be, before the first request.
 

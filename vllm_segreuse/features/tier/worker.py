@@ -11,7 +11,7 @@ from vllm_segreuse.compat.model_runner import loaded_model
 from vllm_segreuse.features.tier.copying import TierWorker, mover_for
 from vllm_segreuse.features.tier.options import TierOptions, TierServer
 from vllm_segreuse.features.tier.region import HostRegion, open_region
-from vllm_segreuse.features.tier.weights import ModelWeights
+from vllm_segreuse.model.weights import ModelWeights
 from vllm_segreuse.plan import TierDone, TierOrders
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.executor import SparsePrefill

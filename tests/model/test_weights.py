@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from vllm_segreuse.features.tier import weights
-from vllm_segreuse.features.tier.weights import ModelWeights, weights_digest
+from vllm_segreuse.model import weights
+from vllm_segreuse.model.weights import ModelWeights, weights_digest
 
 
 class Model(torch.nn.Module):
