@@ -28,6 +28,7 @@ FEATURES = {
     "fp8": "quantised KV cache",
     "lora": "LoRA adapters",
     "tp": "tensor parallelism",
+    "ep": "expert parallelism",
     "images": "images that were seen before",
     "drafts": "speculative decoding",
     "documents": "models trained on documents computed alone",

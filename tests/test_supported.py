@@ -297,7 +297,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": {"is_moe": True}, "parallel": {"data_parallel_size": 2}},
-        "a mixture of experts with data_parallel_size=2; use 1",
+        "a mixture of experts with data_parallel_size=2, whose engines compute every layer "
+        "together; use 1, with --tensor-parallel-size and --enable-expert-parallel, and several "
+        "such servers behind a router",
     ),
     (
         {"model": {"enable_sleep_mode": True, "sleep_mode_backend": "checkpoint"}},

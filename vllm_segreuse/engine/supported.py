@@ -254,7 +254,9 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (
             parallel.data_parallel_size > 1 and model.is_moe,
-            f"a mixture of experts with data_parallel_size={parallel.data_parallel_size}; use 1",
+            f"a mixture of experts with data_parallel_size={parallel.data_parallel_size}, whose "
+            "engines compute every layer together; use 1, with --tensor-parallel-size and "
+            "--enable-expert-parallel, and several such servers behind a router",
         ),
         (
             lora is not None and lora.enable_tower_connector_lora,
