@@ -11,8 +11,9 @@ is a document of both. So it needs no knowledge of other requests, and any langu
 Imports neither torch nor vLLM.
 """
 
-import hashlib
 from collections.abc import Iterable
+
+from vllm_segreuse.features.knowledge.digests import document_digest
 
 HEADER = "X-SegReuse-Documents"
 """What routers hash: `configs/recipes/nginx.conf`, `configs/recipes/production-stack.yaml`."""
@@ -23,7 +24,8 @@ SESSION_HEADER = "X-Session-ID"
 DATA_PARALLEL_HEADER = "X-data-parallel-rank"
 """What vLLM's own server reads, where it has several engines."""
 
-_DIGITS = 16
+DIGESTS_HEADER = "X-SegReuse-Digests"
+"""What routers read that know what each engine holds (`segreuse_tools/scoring.py`)."""
 
 
 def routing_headers(
@@ -53,8 +55,24 @@ def data_parallel_headers(
     return {} if value is None else {DATA_PARALLEL_HEADER: str(int(value, 16) % engines)}
 
 
-def _smallest_hash(documents: Iterable[str], extra_keys: str | Iterable[str]) -> str | None:
+def document_digests(documents: Iterable[str], extra_keys: str | Iterable[str] = ()) -> list[str]:
+    """What stands for each document of a request, in its order: what servers say that they hold.
+
+    Args:
+        documents: ids of documents of a knowledge base, whose extra key is the request's.
+        extra_keys: of the request.
+    """
     keys = [extra_keys] if isinstance(extra_keys, str) else list(extra_keys)
-    texts = ("\0".join([*keys, document]).encode() for document in documents)
-    smallest = min((hashlib.sha256(text).hexdigest() for text in texts), default=None)
-    return smallest and smallest[:_DIGITS]
+    return [document_digest(document, keys) for document in documents]
+
+
+def digests_headers(
+    documents: Iterable[str], extra_keys: str | Iterable[str] = ()
+) -> dict[str, str]:
+    """The same as a header, for a router that knows what each engine holds; empty for none."""
+    digests = document_digests(documents, extra_keys)
+    return {DIGESTS_HEADER: ",".join(digests)} if digests else {}
+
+
+def _smallest_hash(documents: Iterable[str], extra_keys: str | Iterable[str]) -> str | None:
+    return min(document_digests(documents, extra_keys), default=None)

@@ -38,6 +38,7 @@ from vllm_segreuse.features.knowledge.schemas import (
     Documents,
     DocumentText,
     ErrorAnswer,
+    Holdings,
     KnowledgeBaseStatus,
     NewDocument,
     Page,
@@ -250,6 +251,10 @@ class KnowledgeClient:
     def stats(self) -> Stats:
         """Blocks, documents and hits of all bases together."""
         return self._send(Stats, "GET", "/stats")
+
+    def holdings(self) -> Holdings:
+        """What each engine holds of them, by digests."""
+        return self._send(Holdings, "GET", "/holdings")
 
     # HTTP.
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from bench.shapes import make_model
+from segreuse_tools.routing import document_digests
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
@@ -208,6 +209,19 @@ def test_pressure_gives_back_and_a_prompt_brings_it_back(client: Client) -> None
     assert {d["status"] for d in found} <= {"cold", "warm", "warming"}
     client.ask([*tokens(9), *text, *tokens(9)], keys="base")
     client.until("base", "doc", "warm")
+
+
+def test_routers_are_told_which_documents_are_held(client: Client) -> None:
+    client.create("base")
+    client.add("base", doc=tokens(100), other=tokens(50))
+    held = {
+        digest: {"tokens": count, "tier": "gpu"}
+        for digest, count in zip(document_digests(["doc", "other"], "base"), (100, 50), strict=True)
+    }
+    url = f"{ROOT}/holdings?extra_key=base"
+    assert client.admin("GET", url) == {"engines": [{"documents": held}]}
+    client.server.post("/reset_prefix_cache")
+    assert client.admin("GET", url) == {"engines": [{"documents": {}}]}
 
 
 def test_26_a_reset_makes_documents_cold_and_one_call_warm(client: Client) -> None:

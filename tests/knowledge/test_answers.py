@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told of documents and bases, from a catalogue and a queue made by hand."""
 
+import re
 from types import SimpleNamespace as Of
 from typing import Any
 
 import numpy as np
 import pytest
 
+from segreuse_tools.routing import document_digests
 from vllm_segreuse.features.knowledge.answers import Answers
 from vllm_segreuse.features.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
 from vllm_segreuse.features.knowledge.chunks import Shape
@@ -189,3 +191,27 @@ def test_most_used_first_then_last_used(catalogue: Catalogue) -> None:
 def test_hits_add_up_and_the_last_use_is_the_last(catalogue: Catalogue) -> None:
     assert catalogue.count_uses({"one": (2, 9.0), "unknown": (1, 9.0)}) == ["one"]
     assert (catalogue.entries["one"].hits, catalogue.entries["one"].last_used) == (5, 9.0)
+
+
+def test_routers_are_told_what_each_engine_holds_and_where(catalogue: Catalogue) -> None:
+    """By digests, of the bases with a key; what is faulty, or nowhere as a whole, is not held."""
+    engines = [COLD | {"warm": {"one": (3, 0)}, "stored": {"two": "disk"}}, COLD]
+    found = answers(catalogue).holdings(COLD | {"engines": engines}, "key")
+    a, b, c, d = document_digests("abcd", "key")
+    first, second = (engine.documents for engine in found.engines)
+    assert {digest: (it.tokens, it.tier) for digest, it in first.items()} == {
+        a: (9, "gpu"), b: (9, "gpu"), c: (30, "disk")
+    }  # fmt: skip
+    assert d not in first
+    assert second == {}
+    state = COLD | {"warm": {"two": (8, 0)}}
+    assert [*answers(catalogue).holdings(state).engines[0].documents] == [c]
+    assert answers(catalogue).holdings(state, "another key").engines[0].documents == {}
+
+
+def test_nothing_that_routers_are_told_can_be_read(catalogue: Catalogue) -> None:
+    state = COLD | {"warm": {"one": (3, 0)}}
+    [engine] = answers(catalogue).holdings(state).model_dump()["engines"]
+    for digest, held in engine["documents"].items():
+        assert re.fullmatch("[0-9a-f]{16}", digest)
+        assert held == {"tokens": 9, "tier": "gpu"}

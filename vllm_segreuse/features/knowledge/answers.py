@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_segreuse.features.knowledge import schemas
 from vllm_segreuse.features.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
+from vllm_segreuse.features.knowledge.digests import document_digest
 from vllm_segreuse.features.knowledge.warming import Warming
 
 State = Mapping[str, Any]
@@ -107,6 +108,19 @@ class Answers:
             given_back=state["given_back"],
         )
 
+    def holdings(self, state: State, extra_key: str | None = None) -> schemas.Holdings:
+        """What routers may know: documents that an engine holds as a whole, and where.
+
+        Args:
+            extra_key: of the bases; None: of all.
+        """
+        bases = [
+            base
+            for base in self._catalogue.bases.values()
+            if extra_key in (None, base.record.extra_key)
+        ]
+        return schemas.Holdings(engines=[_held(bases, engine) for engine in engines_of(state)])
+
     def _blocks(self, state: State) -> schemas.BlockCounts:
         return schemas.BlockCounts(
             total=state["total"],
@@ -141,6 +155,19 @@ class Answers:
 def engines_of(state: State) -> Sequence[State]:
     """States of the single engines."""
     return state.get("engines") or [state]
+
+
+def _held(bases: Iterable[CatalogueBase], engine: State) -> schemas.EngineHoldings:
+    """Of one engine. Where bases share a key and have documents of one id, that of the last."""
+    documents = {}
+    for base in bases:
+        for document in base.documents.values():
+            tier = None if document.fault else _tier(document.entry, engine)
+            if tier is not None:
+                digest = document_digest(document.id, [base.record.extra_key])
+                held = schemas.HeldDocument(tokens=document.num_tokens, tier=tier)
+                documents[digest] = held
+    return schemas.EngineHoldings(documents=documents)
 
 
 def _tier(entry: str, state: State) -> schemas.Tier | None:

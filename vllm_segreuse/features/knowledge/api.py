@@ -14,6 +14,7 @@ from vllm_segreuse.features.knowledge.schemas import (
     Documents,
     DocumentText,
     ErrorAnswer,
+    Holdings,
     KnowledgeBaseStatus,
     Page,
     Stats,
@@ -132,3 +133,12 @@ async def warm_documents(
 async def stats(request: Request) -> Stats:
     """Blocks, documents and hits of all knowledge bases together."""
     return await service_of(request.app.state).stats()
+
+
+@router.get("/holdings")
+async def holdings(
+    request: Request, extra_key: Annotated[str | None, Query(max_length=4096)] = None
+) -> Holdings:
+    """Which documents each engine holds as a whole, how many tokens they have, and where their KV
+    is: by digests, for routers."""
+    return await service_of(request.app.state).holdings(extra_key)

@@ -271,6 +271,25 @@ class Stats(BaseModel):
     """Times a document was evicted under memory pressure, since the engine started."""
 
 
+class HeldDocument(BaseModel):
+    """A document that an engine holds as a whole."""
+
+    tokens: int
+    tier: Tier
+
+
+class EngineHoldings(BaseModel):
+    """What an engine holds, by `digests.document_digest`."""
+
+    documents: dict[str, HeldDocument]
+
+
+class Holdings(BaseModel):
+    """What each engine of a server holds, for routers: neither ids nor text."""
+
+    engines: list[EngineHoldings]
+
+
 Item = TypeVar("Item")
 
 

@@ -358,6 +358,10 @@ class KnowledgeService:
         """All bases together."""
         return self._answers.stats(await self._scheduler.read())
 
+    async def holdings(self, extra_key: str | None = None) -> schemas.Holdings:
+        """What each engine holds of them, for routers."""
+        return self._answers.holdings(await self._scheduler.read(), extra_key)
+
     async def save_uses(self) -> None:
         """Write what was counted since the last time into the manifest.
 
