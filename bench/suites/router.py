@@ -8,6 +8,9 @@ caches of both servers hold, and each request brings them in another order, behi
     four    four, each drawn on its own: any mixture occurs
     topic   four of the same eight: documents that are asked for together
 
+Requests about a topic belong to sessions, several of which have the same topic: a router that sends
+a session to one engine knows no more. Without a header, requests are spread.
+
 Prompts are the same for every kind of header; caches are empty at the beginning of each run.
 """
 
@@ -35,6 +38,8 @@ SHAPE = "qwen3"
 DOCUMENTS = 48
 TOPIC = 8
 """Documents of a topic."""
+SESSIONS = 4
+"""Of a topic."""
 DOCUMENT_TOKENS = 512
 NEW_TOKENS = 32
 BLOCK_SIZE = 32
@@ -44,7 +49,7 @@ REQUESTS, QUICK_REQUESTS = 120, 24
 HEADERS: Mapping[str, Sequence[str]] = {
     "one": ("none", "documents"),
     "four": ("none", "documents"),
-    "topic": ("none", "documents", "topic"),
+    "topic": ("none", "session", "documents", "topic"),
 }
 """What the header is made of, by workload."""
 
@@ -58,11 +63,12 @@ _START_S = 20
 
 
 class Request(NamedTuple):
-    """Documents by number, and what is new."""
+    """Documents by number, what is new, and whose request it is."""
 
     documents: list[int]
     head: list[int]
     question: list[int]
+    session: int = 0
 
 
 def run(quick: bool) -> harness.SuiteResult:
@@ -95,13 +101,19 @@ def requests(workload: str, number: int) -> list[Request]:
         chosen = draw.choice(DOCUMENTS, count, replace=False, p=_zipf(DOCUMENTS))
         return [int(it) for it in draw.permutation(chosen)]
 
-    return [Request(documents(), new(), new()) for _ in range(number)]
+    asked = [Request(documents(), new(), new()) for _ in range(number)]
+    whose = np.random.default_rng(2).integers(SESSIONS, size=number).tolist()
+    return [
+        request._replace(session=SESSIONS * (request.documents[0] // TOPIC) + one)
+        for request, one in zip(asked, whose, strict=True)
+    ]
 
 
 def headers_of(request: Request, kind: str) -> dict[str, str]:
     """What a client sends."""
     names = {
         "none": [],
+        "session": [f"session {request.session}"],
         "documents": [f"document {number}" for number in request.documents],
         "topic": [f"topic {number // TOPIC}" for number in request.documents],
     }

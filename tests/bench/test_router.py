@@ -220,6 +220,9 @@ def test_requests_are_the_same_at_every_call(workload: str, documents: int) -> N
     assert all(len(set(it.documents)) == documents for it in asked)
     if workload == "topic":
         assert all(len({n // router.TOPIC for n in it.documents}) == 1 for it in asked)
+        topics = {it.session: it.documents[0] // router.TOPIC for it in asked}
+        assert all(topics[it.session] == it.documents[0] // router.TOPIC for it in asked)
+        assert len(topics) > len({*topics.values()}), "some have the same topic"
 
 
 def test_popular_documents_are_asked_for_more_often() -> None:
@@ -228,12 +231,15 @@ def test_popular_documents_are_asked_for_more_often() -> None:
     assert asked.count(0) > 1.5 * asked.count(1) > asked.count(7)
 
 
-def test_headers_name_documents_or_their_topic() -> None:
+def test_headers_name_documents_their_topic_or_the_session() -> None:
     first, same_topic, other = (router.Request([n], [], []) for n in (0, 7, 8))
     assert router.headers_of(first, "none") == {}
     headers: Callable[..., Any] = router.headers_of
     assert headers(first, "documents") != headers(same_topic, "documents")
     assert headers(first, "topic") == headers(same_topic, "topic") != headers(other, "topic")
+    same_session = other._replace(session=first.session)
+    assert headers(first, "session") == headers(same_session, "session")
+    assert headers(first, "session") != headers(first._replace(session=1), "session")
 
 
 class Asked:
