@@ -3,7 +3,8 @@
 
 A curriculum of lessons, each left once its tasks are solved or its steps are used up. Nothing
 depends on the time it takes: a run that was stopped and called again ends with the same weights as
-one that was not. One CPU core takes about two hours; a GPU minutes.
+one that was not. One CPU core takes about two hours; a GPU minutes. `--kind hybrid` trains a
+sibling with linear attention, which `lab.hybrids` asks, in less.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.quality import language
 from lab import mixture
-from lab.curriculum import CURRICULUM, Lesson
+from lab.curriculum import CURRICULUM, HYBRID_CURRICULUM, Lesson
+from lab.hybrid import Hybrid, HybridShape
 from lab.model import Qwen3, Shape
 from lab.optimizer import Optimizer
 
@@ -35,6 +37,32 @@ MEAN_DECAY = 0.995
 MATRIX_RATE = 0.02
 OTHER_RATE = 0.004
 FULL_STOP = language.TOKEN_OF["."]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model, and how it is taught."""
+
+    make: Callable[[], Qwen3 | Hybrid]
+    curriculum: Sequence[Lesson]
+
+
+KINDS = {
+    "qwen3": Kind(lambda: Qwen3(Shape(language.VOCABULARY_SIZE)), CURRICULUM),
+    "hybrid": Kind(lambda: Hybrid(HybridShape(language.VOCABULARY_SIZE)), HYBRID_CURRICULUM),
+}
+
+
+def compiled(model: Qwen3 | Hybrid) -> nn.Module:
+    """A model whose code is made when it is first called with rows of some shape.
+
+    Layers of a hybrid that are alike share theirs: scans are much code, which takes long to make.
+    """
+    if isinstance(model, Hybrid):
+        for layer in model.layers:
+            layer.compile(dynamic=False)
+        return model
+    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
 
 
 class Figures:
@@ -73,7 +101,12 @@ class Training:
     """One training: its model, where it is in the curriculum, and what it has drawn so far."""
 
     def __init__(
-        self, out: Path, seed: int, device: str, curriculum: Sequence[Lesson] = CURRICULUM
+        self,
+        out: Path,
+        seed: int,
+        device: str,
+        curriculum: Sequence[Lesson] | None = None,
+        kind: str = "qwen3",
     ) -> None:
         """Begin, or go on with what `out` holds.
 
@@ -81,17 +114,19 @@ class Training:
             out: folder of `model.pt`, `curve.jsonl` and `state.pt`; made if missing.
             seed: of weights and data.
             device: torch device.
-            curriculum: lessons, in order.
+            curriculum: lessons, in order; None: those of the kind.
+            kind: of model, a name of `KINDS`.
 
         Raises:
-            ValueError: `out` holds a training of another seed.
+            ValueError: `out` holds a training of another seed or kind.
         """
-        self.out, self.seed, self.device, self.curriculum = out, seed, device, curriculum
+        self.out, self.seed, self.device, self.kind = out, seed, device, kind
+        self.curriculum = KINDS[kind].curriculum if curriculum is None else curriculum
         out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(seed)
         self.rng = Random(seed)
-        self.model = Qwen3(Shape(language.VOCABULARY_SIZE)).to(device)
-        self.trunk = torch.compile(self.model, dynamic=False)
+        self.model = KINDS[kind].make().to(device)
+        self.trunk = compiled(self.model)
         self.optimizer = Optimizer(self.model, MATRIX_RATE, OTHER_RATE)
         self.lesson, self.lesson_step, self.step, self.tokens, self.seconds = 0, 0, 0, 0, 0.0
         self.mean: dict[str, Tensor] | None = None
@@ -180,6 +215,7 @@ class Training:
         _write({"shape": asdict(self.model.shape), "model": self.mean or weights}, self._model_file)
         state = {
             "seed": self.seed,
+            "kind": self.kind,
             "rng": self.rng.getstate(),
             "model": weights,
             "mean": self.mean,
@@ -197,6 +233,11 @@ class Training:
             raise ValueError(
                 f"{self.out} holds a training of seed {state['seed']}, not {self.seed}: "
                 f"go on with --seed {state['seed']}, or name another folder"
+            )
+        if state.get("kind", "qwen3") != self.kind:
+            raise ValueError(
+                f"{self.out} holds a training of kind {state['kind']}, not {self.kind}: "
+                f"go on with --kind {state['kind']}, or name another folder"
             )
         self.rng.setstate(state["rng"])
         self.model.load_state_dict(state["model"])
@@ -224,10 +265,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder for model.pt and curve.jsonl")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS, default="qwen3", help="of model (qwen3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     try:
-        training = Training(given.out, given.seed, given.device)
+        training = Training(given.out, given.seed, given.device, kind=given.kind)
     except ValueError as error:
         parser.error(str(error))
     training.run()

@@ -50,3 +50,11 @@ CURRICULUM = [
         falling=True,
     ),
 ]
+
+HYBRID_CURRICULUM = [
+    Lesson(Stage(48, 48, max_hops=0, recall=1.0), 800, 0.98),
+    Lesson(Stage(128, 24, max_hops=1, recall=0.1, counting=0), 1000, 0.95),
+    # As long as the prompts of the study, no longer.
+    Lesson(Stage(640, 5, max_hops=1, counting=0), 600, rate=0.6, falling=True),
+]
+"""What the hybrid learns for `lab.hybrids`: no counting, chains of one hop, minutes on one core."""

@@ -11,7 +11,7 @@ import torch
 
 from lab import __main__ as script
 from lab import mixture
-from lab.curriculum import CURRICULUM, Lesson
+from lab.curriculum import Lesson
 from lab.mixture import Batch, Stage
 
 SHORT = [
@@ -26,8 +26,8 @@ def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
 
 
-def _training(out: Path, seed: int = 0) -> script.Training:
-    return script.Training(out, seed, "cpu", SHORT)
+def _training(out: Path, seed: int = 0, kind: str = "qwen3") -> script.Training:
+    return script.Training(out, seed, "cpu", SHORT, kind)
 
 
 def _stop_at(training: script.Training, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +84,21 @@ def test_a_folder_of_another_seed_is_refused(tmp_path: Path) -> None:
         _training(tmp_path, seed=1)
 
 
-def test_only_the_last_lesson_falls() -> None:
-    assert [lesson.falling for lesson in CURRICULUM] == [False] * (len(CURRICULUM) - 1) + [True]
+def test_a_hybrid_is_trained_and_goes_on_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _training(tmp_path / "whole", kind="hybrid").run()
+    _stop_at(_training(tmp_path / "stopped", kind="hybrid"), 4, monkeypatch)
+    _training(tmp_path / "stopped", kind="hybrid").run()
+    whole, stopped = _weights(tmp_path / "whole"), _weights(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    begun = script.Training(tmp_path / "begun", 0, "cpu", [], "hybrid").model.state_dict()
+    assert not torch.equal(begun["layers.0.linear_attn.A_log"], whole["layers.0.linear_attn.A_log"])
+    with pytest.raises(ValueError, match="kind hybrid, not qwen3"):
+        _training(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", script.KINDS)
+def test_only_the_last_lesson_falls(kind: str) -> None:
+    falling = [lesson.falling for lesson in script.KINDS[kind].curriculum]
+    assert falling == [False] * (len(falling) - 1) + [True]
