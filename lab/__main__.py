@@ -62,7 +62,7 @@ def compiled(model: Qwen3 | Hybrid) -> nn.Module:
         for layer in model.layers:
             layer.compile(dynamic=False)
         return model
-    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
+    return torch.compile(model, dynamic=False)
 
 
 class Figures:

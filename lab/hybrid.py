@@ -215,7 +215,7 @@ class Layer(nn.Module):
             self.self_attn = Attention(shape)
         else:
             self.linear_attn = Linear(shape)
-        self.mlp = Mlp(shape)  # type: ignore[arg-type]
+        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 

@@ -94,11 +94,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` to the same."""
@@ -112,7 +112,7 @@ class Layer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
-        self.mlp = Mlp(shape)
+        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 

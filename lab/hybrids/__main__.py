@@ -64,7 +64,8 @@ def run(trained: Sequence[Path], number: int, json: Path | None) -> int:
     """
     readers = [Reader(loaded(path)) for path in trained]
     where = harness.environment()
-    setting = {"trained": [_digest(path) for path in trained], "seeds": seeds.chosen()}
+    which = seeds.chosen()
+    setting = {"trained": [_digest(path) for path in trained], "seeds": which}
     found: list[Record] = []
     file = records.beside(json) if json else None
     if file is not None:
@@ -82,7 +83,7 @@ def run(trained: Sequence[Path], number: int, json: Path | None) -> int:
     done = True
     try:
         for training, world in harness.progress(missing, "worlds"):
-            for record in asked(readers[training], training, world, setting["seeds"]):
+            for record in asked(readers[training], training, world, which):
                 record = Record(**{**vars(record), "commit": where["commit"]})
                 found.append(record)
                 if file is not None:
@@ -92,7 +93,7 @@ def run(trained: Sequence[Path], number: int, json: Path | None) -> int:
     if not found:
         raise harness.BenchError("nothing was measured")
     of_all = rows(found)
-    summary = {**setting, **_verdict(of_all), **_of_states(readers, setting["seeds"])}
+    summary = {**setting, **_verdict(of_all), **_of_states(readers, which)}
     where |= {"interrupted": not done}
     shown = [{name: row[name] for name in SHOWN} for row in of_all if row["kind"] == ALL]
     harness.report("hybrids", where, {"rows": shown, "summary": summary})
