@@ -35,6 +35,21 @@ class Memory:
     layers: tuple[Carried | Cached, ...]
     length: int
 
+    @property
+    def num_rows(self) -> int:
+        """Prompts that are read side by side."""
+        first = self.layers[0]
+        return (first.keys if isinstance(first, Cached) else first.tail).shape[0]
+
+    @classmethod
+    def of_rows(cls, parts: Sequence[Memory]) -> Memory:
+        """Rows of memories of one length, one behind the other."""
+        layers = (
+            type(same[0])(*(torch.cat([vars(one)[name] for one in same]) for name in vars(same[0])))
+            for same in zip(*(part.layers for part in parts), strict=True)
+        )
+        return cls(tuple(layers), parts[0].length)
+
     def rows(self, index: Tensor) -> Memory:
         """These rows, in this order; a row may be there more than once."""
         layers: list[Carried | Cached] = []

@@ -14,7 +14,9 @@ import hashlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from statistics import fmean
 from typing import Any
 
@@ -73,21 +75,22 @@ def run(trained: Sequence[Path], number: int, json: Path | None) -> int:
         commits = {one.commit for one in found}
         records.require_commit(file, commits, where["commit"], any_commit=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    there = {(one.training, one.number) for one in found}
+    there = {(one.training, one.number, one.source) for one in found}
     missing = [
         (training, world)
         for world in range(number)
         for training in range(len(readers))
-        if (training, world) not in there
+        if any((training, world, source) not in there for source in SOURCES)
     ]
     done = True
     try:
         for training, world in harness.progress(missing, "worlds"):
             for record in asked(readers[training], training, world, which):
-                record = Record(**{**vars(record), "commit": where["commit"]})
-                found.append(record)
+                if (training, world, record.source) in there:
+                    continue
+                found.append(replace(record, commit=where["commit"]))
                 if file is not None:
-                    records.append(file, record.entry)
+                    records.append(file, found[-1].entry)
     except KeyboardInterrupt:
         done = False
     if not found:
@@ -109,11 +112,11 @@ def loaded(path: Path) -> Hybrid:
         OSError: there is no such file.
         ValueError: it is something else.
     """
-    saved = torch.load(path, map_location="cpu", weights_only=True)
     try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
         model = Hybrid(HybridShape(**saved["shape"]))
         model.load_state_dict(saved["model"])
-    except (KeyError, TypeError, RuntimeError):
+    except (KeyError, TypeError, RuntimeError, UnpicklingError):
         raise ValueError(
             f"{path} is no model of `python -m lab DIR --kind hybrid`: name its model.pt"
         ) from None

@@ -82,14 +82,14 @@ class Questions:
         """`[questions, memory.length]`: attention that the words of each question pay."""
         found = []
         for row, words in enumerate(self._words):
-            of_row = memory.rows(torch.tensor([min(row, _rows(memory) - 1)]))
+            of_row = memory.rows(torch.tensor([min(row, memory.num_rows - 1)]))
             paid = reader.read(words, of_row, pays=True).paid
             assert paid is not None
             found.append(paid[0, : memory.length])
         return torch.stack(found)
 
     def _each(self, memory: Memory) -> Memory:
-        if _rows(memory) == self.number:
+        if memory.num_rows == self.number:
             return memory
         return memory.rows(torch.zeros(self.number, dtype=torch.int64))
 
@@ -178,7 +178,7 @@ class Prompt:
                 for piece in pieces:
                     part = self.reader.put(piece, part)
                 parts.append(part)
-            memory = _joined(parts).rows(torch.cat((reads, puts)).argsort())
+            memory = Memory.of_rows(parts).rows(torch.cat((reads, puts)).argsort())
         return memory
 
     def choices(self, memory: Memory, number: int) -> Tensor:
@@ -231,17 +231,3 @@ def in_pieces(reader: Reader, tokens: Sequence[int], memory: Memory) -> Document
         pieces.append(read.segment)
         memory = read.memory
     return pieces
-
-
-def _rows(memory: Memory) -> int:
-    layer = memory.layers[0]
-    return next(iter(vars(layer).values())).shape[0]
-
-
-def _joined(parts: Sequence[Memory]) -> Memory:
-    """Rows of memories of one length, one behind the other."""
-    layers = (
-        type(same[0])(*(torch.cat([vars(one)[name] for one in same]) for name in vars(same[0])))
-        for same in zip(*(part.layers for part in parts), strict=True)
-    )
-    return Memory(tuple(layers), parts[0].length)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.hybrid import Carried
 from lab.hybrids.arms import in_pieces
 from lab.hybrids.worlds import World
-from lab.segments import Memory, Reader, Segment
+from lab.segments import Memory, Passed, Reader, Segment
 
 SPANS = (64, 256, 1000)
 """Tokens over which it is asked what is kept."""
@@ -34,7 +34,7 @@ def heads_kept(reader: Reader, worlds: list[World]) -> dict[int, float]:
         for span in SPANS:
             read = reader.read(words[behind : first + span], memory, kept=True)
             assert read.segment is not None
-            of_piece = [one.map for one in read.segment.layers if hasattr(one, "map")]
+            of_piece = [one.map for one in read.segment.layers if isinstance(one, Passed)]
             maps = (
                 of_piece
                 if maps is None

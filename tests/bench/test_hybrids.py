@@ -335,16 +335,21 @@ def test_the_command_goes_on_where_it_was(
     monkeypatch.setattr(states, "SPANS", (8, 16, 32))
     monkeypatch.setattr(command, "STATES", 1)
     file = tmp_path / "hybrids.json"
+    lines_file = file.with_suffix(".jsonl")
     for number in (1, 2):
         assert command.main([str(trained), "--worlds", str(number), "--json", str(file)]) == 0
+        # Stopped between the two records of a world.
+        lines_file.write_text("".join(lines_file.read_text().splitlines(keepends=True)[:-1]))
+    assert command.main([str(trained), "--worlds", "2", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert result["suite"] == "hybrids"
     assert {row["worlds"] for row in result["rows"]} == {2}
     assert {row["source"] for row in result["rows"]} == set(SOURCES)
     assert result["summary"]["survives"] is False
-    lines = file.with_suffix(".jsonl").read_text().splitlines()
-    assert len(lines) == 1 + 2 * len(SOURCES)
+    assert len(lines_file.read_text().splitlines()) == 1 + 2 * len(SOURCES)
     assert command.main([str(tmp_path / "none.pt")]) == 2
     torch.save({"shape": {}}, tmp_path / "other.pt")
-    assert command.main([str(tmp_path / "other.pt")]) == 2
-    assert "is no model of `python -m lab DIR --kind hybrid`" in capsys.readouterr().err
+    (tmp_path / "text.pt").write_text("no model")
+    for name in ("other.pt", "text.pt"):
+        assert command.main([str(tmp_path / name)]) == 2
+        assert "is no model of `python -m lab DIR --kind hybrid`" in capsys.readouterr().err
