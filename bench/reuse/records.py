@@ -42,8 +42,8 @@ class Outcome:
     def of(cls, asked: Asked, logits: torch.Tensor, score: float) -> Outcome:
         """Of a prompt, a lead's logits `[answer, vocabulary]`, and its score."""
         said = list(logits)
-        found = apart(list(asked.logits), asked.answer, said, favourites(said))
-        return cls(*map(rounded, found), score=round(score, DIGITS))
+        first, answer, agreement = apart(list(asked.logits), asked.answer, said, favourites(said))
+        return cls(rounded(first), rounded(answer), rounded(agreement), round(score, DIGITS))
 
 
 @dataclass(frozen=True)
