@@ -307,7 +307,8 @@ class Gated(nn.Module):
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.attn, self.seen = attention, []
+        self.attn = attention
+        self.seen: list[torch.Tensor] = []
 
     def forward(
         self, positions: Any, hidden_states: Any, residual: Any, own: Any = None

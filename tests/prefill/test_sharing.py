@@ -102,6 +102,24 @@ def test_passes_are_not_compiled(gemma: Loaded, monkeypatch: pytest.MonkeyPatch)
     assert not prove(gemma).prefill.runner.settings.compiled
 
 
+def test_the_model_is_asked_for_inputs_where_it_is_not_compiled(
+    gemma: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tokens do not attend: their keys are only compared."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    embed, asked = DecoderStack.embed, []
+
+    def noted(self: DecoderStack, *given: torch.Tensor) -> Any:
+        asked.append(is_forward_context_available() and get_forward_context().skip_compiled)
+        return embed(self, *given)
+
+    monkeypatch.setattr(DecoderStack, "embed", noted)
+    prove(gemma)
+    assert asked
+    assert all(asked)
+
+
 def test_a_draft_beside_them_is_refused(gemma: Loaded) -> None:
     layers = gemma.attention
     assert len(sharing_layers(layers, has_draft=False)) == SHARING

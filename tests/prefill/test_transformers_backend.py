@@ -88,7 +88,10 @@ def test_a_rotation_that_is_not_the_models_is_found(
 def test_angles_that_are_others_far_behind_are_found(tmp_path: Path) -> None:
     """NTK scaling of a prompt that is longer than the model was trained for changes all of them."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    changes = {"max_position_embeddings": POSITIONS // 2, "rope_parameters": dynamic}
+    changes: dict[str, Any] = {
+        "max_position_embeddings": POSITIONS // 2,
+        "rope_parameters": dynamic,
+    }
     with loaded(tmp_path, **SMOLLM3, **changes) as model:
         assert "does not turn with its position" in refusal(model)
 

@@ -318,7 +318,7 @@ class LayerRunner:
         """Keys and values `[tokens, heads, channels]` that a layer would write for this state,
         chunk by chunk, and of which tokens they are."""
         for part, chunk in tokens.parts(self.settings.max_chunk_tokens):
-            asking = nullcontext()
+            asking: AbstractContextManager[None] = nullcontext()
             if self.stack.asks_model:
                 asking = self.attention.no_attention(chunk)
             with (

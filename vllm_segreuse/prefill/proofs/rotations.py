@@ -66,13 +66,14 @@ def prove_rotations(
         with changed_outputs(modules, keep):
             own = _given(scratch, 0)
         moved = _given(scratch, scratch.distance)
-        with changed_outputs(modules, lambda module, _: outputs[module]):
+        with changed_outputs(modules, lambda module, _: _copy(outputs[module])):
             alone = _given(scratch, scratch.distance)
             far = _given(scratch, farthest) if alternatives else alone
     scratch.forward()
-    ropes = []
+    ropes: list[DeltaRope | None] = []
     given = zip(stack.attention, own, moved, far, alone, strict=True)
     for layer, here, there, at_end, kept in given:
+        delta_rope: DeltaRope | None
         if here.rotary is not None:
             delta_rope = rope.derive(here.rotary, layer.layer_name)
         else:
