@@ -86,10 +86,11 @@ def test_a_rotation_that_is_not_the_models_is_found(
 
 
 def test_angles_that_are_others_far_behind_are_found(tmp_path: Path) -> None:
-    """NTK scaling of a prompt that is longer than the model was trained for changes all of them."""
+    """NTK scaling of a prompt that is longer than the model was trained for changes all of them:
+    here, of positions that no other proof comes to."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     changes: dict[str, Any] = {
-        "max_position_embeddings": POSITIONS // 2,
+        "max_position_embeddings": POSITIONS * 3 // 4,
         "rope_parameters": dynamic,
     }
     with loaded(tmp_path, **SMOLLM3, **changes) as model:
