@@ -53,7 +53,7 @@ CURRICULUM = [
 
 HYBRID_CURRICULUM = [
     Lesson(Stage(48, 48, max_hops=0, recall=1.0), 800, 0.98),
-    Lesson(Stage(128, 24, max_hops=1, recall=0.1, counting=0), 1000, 0.95),
+    Lesson(Stage(128, 24, max_hops=1, recall=0.1, counting=0), 1600, 0.95),
     # As long as the prompts of the study, no longer.
     Lesson(Stage(640, 5, max_hops=1, counting=0), 600, rate=0.6, falling=True),
 ]
