@@ -13,7 +13,7 @@ from tests.prefill.tiny import SIZE
 from vllm_segreuse.plan import Boundary, Fate, Gather, Probed, Recipe
 from vllm_segreuse.prefill import selection
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.selection import Segments, choose_tokens
+from vllm_segreuse.prefill.selection import TokenSegments, choose_tokens
 
 
 def choose(scores: list[torch.Tensor], *options: Any, **more: Any) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_excluded_tokens_are_never_chosen(group: Group, k: int) -> None:
     assert choose([scores], [k]).tolist() == [[], [3], [1, 3, 4]][min(k, 2)]
 
 
-def two_segments(*begin: float) -> tuple[torch.Tensor, Segments]:
+def two_segments(*begin: float) -> tuple[torch.Tensor, TokenSegments]:
     """Scores of two segments of seven tokens each, behind a token that is in none; the first four
     of either are given. Of the others the first segment's are a hundred times as large."""
     inside = torch.tensor([6.0, 3.0, 3.0, 1.0, 1.0, 0.5])
@@ -89,7 +89,7 @@ def two_segments(*begin: float) -> tuple[torch.Tensor, Segments]:
     first = torch.tensor([0] + [1] * 7 + [8] * 7)
     stop = torch.tensor([0] + [8] * 7 + [15] * 7)
     counts = torch.tensor([False] + ([False] * 4 + [True] * 3) * 2)
-    return torch.cat(scores), Segments(first, stop, counts)
+    return torch.cat(scores), TokenSegments(first, stop, counts)
 
 
 def test_scores_are_compared_within_segments_the_more_they_are_levelled(group: Group) -> None:

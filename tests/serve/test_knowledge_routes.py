@@ -208,7 +208,7 @@ def test_25_another_base_of_the_same_name_is_409(client: TestClient) -> None:
 def test_the_description_names_these_routes_only(client: TestClient) -> None:
     description = client.get(f"{PREFIX}/openapi.json").json()
     assert description["servers"] == [{"url": PREFIX}]
-    assert len(description["paths"]) == 12
+    assert len(description["paths"]) == 13
 
 
 ALWAYS = {"4XX", "503"}
@@ -227,6 +227,7 @@ ANSWERS = {
     ("get", f"{ONE}/texts/{{document_id}}"): {"200"},
     ("post", f"{ONE}/warm"): {"200", "202"},
     ("get", "/stats"): {"200"},
+    ("get", "/holdings"): {"200"},
 }
 
 

@@ -31,16 +31,16 @@ from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.tokens import Index, upload
 
 
-class Shares(NamedTuple):
+class KvShares(NamedTuple):
     """Of the change of a recomputed token, what its neighbours take part in."""
 
     keys: Share
     values: Share
 
 
-FROM_THE_FRONT = Shares(keys=Share(0.34, 0.36, 10.0), values=Share(0.18, 0.45, 5.0))
+FROM_THE_FRONT = KvShares(keys=Share(0.34, 0.36, 10.0), values=Share(0.18, 0.45, 5.0))
 """Of the nearest recomputed token in front."""
-FROM_BEHIND = Shares(keys=Share(0.34, 0.12, 8.0), values=Share(0.14, 0.22, 4.0))
+FROM_BEHIND = KvShares(keys=Share(0.34, 0.12, 8.0), values=Share(0.14, 0.22, 4.0))
 """Of the nearest one behind. Both were chosen on tuning seeds of Qwen2.5-Coder 0.5B, by divergence;
 the shares that a regression of such changes gives are smaller."""
 
@@ -95,7 +95,7 @@ class CarriedChanges(Watching):
         nearest: torch.Tensor,
         is_computed: torch.Tensor,
         run: torch.Tensor,
-        shares: Shares,
+        shares: KvShares,
     ) -> _Side:
         """Of all tokens `where`, the nearest recomputed one on one side, if it is of their run, and
         they are not recomputed themselves."""

@@ -35,7 +35,7 @@ class Choice(NamedTuple):
         return Index.computed(torch.cat([others.device, self.chosen]).sort().values)
 
 
-class Segments(NamedTuple):
+class TokenSegments(NamedTuple):
     """Where each token's segment is, among all tokens.
 
     Attributes:
@@ -75,7 +75,7 @@ def choose_tokens(
     return Choice(chosen, counts)
 
 
-def _segments(batch: Batch, device: torch.device) -> Segments:
+def _segments(batch: Batch, device: torch.device) -> TokenSegments:
     runs = batch.runs_of_candidates
     where = np.flatnonzero(runs >= 0)
     _, begins, lengths = np.unique(runs[where], return_index=True, return_counts=True)
@@ -85,7 +85,7 @@ def _segments(batch: Batch, device: torch.device) -> Segments:
     # Everything attends to what begins a text; a segment of fewer tokens has nothing else.
     inside = np.arange(len(runs)) - first
     counts = (runs >= 0) & ((inside >= BEGINNING) | (stop - first <= BEGINNING))
-    return Segments(upload(first, device), upload(stop, device), upload(counts, device))
+    return TokenSegments(upload(first, device), upload(stop, device), upload(counts, device))
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def choose(
     top_k: list[int],
     gather: Gather = Gather.SUM,
     threshold: float = 0.0,
-    segments: Segments | None = None,
+    segments: TokenSegments | None = None,
     levelling: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the `top_k[i]` largest entries of `scores[i]`; the same ones on every TP rank.
@@ -160,7 +160,7 @@ def choose(
     return together.sort().values, numbers
 
 
-def _means(scores: torch.Tensor, segments: Segments) -> torch.Tensor:
+def _means(scores: torch.Tensor, segments: TokenSegments) -> torch.Tensor:
     """Of each token, the mean score of its segment, float32 `[tokens]`, above 0."""
     counted = scores.where(segments.counts & scores.isfinite(), 0.0).double()
     # By differences of one running sum: the same in every run, as sums by index are not on a GPU.
