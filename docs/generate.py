@@ -315,7 +315,8 @@ def start_up_errors() -> str:
     for file in sources.files("features/knowledge"):
         names = START_UP | ({"RuntimeError"} if file.parent.name == "compat" else set())
         texts += (text for _, text in sources.raised(file, names))
-    for place in ("engine/supported.py", "features/transfer/refusals.py"):
+    places = ("transfer", "pipeline")
+    for place in ("engine/supported.py", *(f"features/{it}/refusals.py" for it in places)):
         texts += sources.faults(PACKAGE / place)
     return _table(("message",), [(text,) for text in sorted(set(texts), key=str.lower)])
 

@@ -25,7 +25,12 @@ from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.metrics import SegReuseStats
-from vllm_segreuse.connector import SegReuseConnector, SegReuseMetadata, SegReuseWorkerMetadata
+from vllm_segreuse.connector import (
+    SegReuseConnector,
+    SegReuseHandshake,
+    SegReuseMetadata,
+    SegReuseWorkerMetadata,
+)
 from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.plan import (
@@ -74,8 +79,8 @@ def test_what_is_not_supported_is_refused_before_anything_is_loaded(
     role: KVConnectorRole, llama: Any
 ) -> None:
     config = vllm_config(llama)
-    config.parallel_config = Changed(ParallelConfig(), {"pipeline_parallel_size": 2})
-    with pytest.raises(RefusedError, match="pipeline_parallel_size=2"):
+    config.parallel_config = Changed(ParallelConfig(), {"decode_context_parallel_size": 2})
+    with pytest.raises(RefusedError, match="context parallelism is on"):
         SegReuseConnector(config, role, kv_cache(FULL))
     with pytest.raises(RefusedError, match="2 KV cache groups"):
         SegReuseConnector(vllm_config(llama), role, kv_cache(FULL, FULL))
@@ -273,11 +278,23 @@ def test_workers_report_what_the_layers_are(
     subject: SegReuseConnector, half: Half, worker: SegReuseConnector, backlog: Any
 ) -> None:
     """By vLLM's handshake, which it makes before the first request."""
-    backlog.prefill = SimpleNamespace(layers=ModelLayers(6, (1, 3)))
+    backlog.prefill = SimpleNamespace(own_layers=ModelLayers(6, (1, 3)))
     shaken = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
     subject.set_xfer_handshake_metadata_pp_aware({(0, 0): shaken, (0, 1): shaken})
     taken = [("learn", ModelLayers(6, (1, 3)), {"images": 2})]
     assert half.asked == taken * 2
+
+
+def test_layers_of_pipeline_stages_are_joined_in_order(
+    subject: SegReuseConnector, half: Half
+) -> None:
+    shaken = {
+        (stage, rank): SegReuseHandshake(ModelLayers(count, scored))
+        for stage, count, scored in ((1, 2, (0,)), (0, 3, (1, 2)))
+        for rank in (1, 0)
+    }
+    subject.set_xfer_handshake_metadata_pp_aware(dict(shaken))
+    assert half.asked == [("learn", ModelLayers(5, (1, 2, 3)), {})] * 4
 
 
 # Statistics.

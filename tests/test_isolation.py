@@ -109,9 +109,9 @@ class Cache:
         )
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
-                get_num_layers=lambda parallel: 4, max_model_len=256, skip_tokenizer_init=True
+                get_total_num_hidden_layers=lambda: 4, max_model_len=256, skip_tokenizer_init=True
             ),
-            parallel_config=None,
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             observability_config=ObservabilityConfig(),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256),

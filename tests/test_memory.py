@@ -25,6 +25,7 @@ def config(
     images: bool = False,
     alone: Any = None,
     windows: Mapping[str, int] = MappingProxyType({}),
+    stages: int = 1,
     **options: Any,
 ) -> Any:
     model = SimpleNamespace(
@@ -42,7 +43,7 @@ def config(
     )
     return SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=stages),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=chunk),
         lora_config=object() if lora else None,
         speculative_config=speculative,
@@ -66,6 +67,15 @@ def test_a_chunk_whose_keys_are_compared_may_take_more_than_its_queries() -> Non
     of_few_heads.model_config.get_num_attention_heads = lambda _: 2
     less = 100_000 * 128 * (4 * 8 - 2 * (4 * 2 + 8))
     assert pass_bytes(config()) - pass_bytes(of_few_heads) == less
+
+
+@pytest.mark.parametrize(("spread_tokens", "share"), [(None, 50_000), (700, 700), (0, 100_000)])
+def test_between_pipeline_stages_states_of_two_steps_are_held_to_be_sent(
+    spread_tokens: int | None, share: int
+) -> None:
+    staged = config(stages=2, spread_tokens=spread_tokens)
+    more = pass_bytes(staged) - pass_bytes(config(spread_tokens=spread_tokens))
+    assert more == 2 * (share + 100_000) * (2 * 64 * 2 + 256)
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])

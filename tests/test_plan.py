@@ -176,6 +176,44 @@ def test_its_work_is_that_of_its_layers(
     assert plan(program, **options).layer_tokens(MODEL) == work
 
 
+@pytest.mark.parametrize(
+    ("program", "layers"),
+    [
+        (Fixed(), 0),
+        (Fixed(2), 2),
+        (Stock(), 0),
+        (Boundary(), 1),
+        (Boundary(2), 2),
+        (Deviation(2), 3),
+        (ABOVE, LAYERS - 1),
+        # Drift is measured at all layers, and at all of them changes are carried.
+        (SUM, LAYERS),
+        (Probed(Gather.MAX, 0.1, carries=True), LAYERS),
+        (Staged((3,)), LAYERS),
+    ],
+)
+def test_so_many_layers_run_before_known_tokens_only_have_to_pass_the_others(
+    program: Program, layers: int
+) -> None:
+    assert program.layers_before_choice(MODEL) == layers
+
+
+def test_where_the_boundary_attends_to_a_window_the_next_layer_that_does_not_is_waited_for() -> (
+    None
+):
+    windows = ModelLayers(LAYERS, (2, 3))
+    assert (
+        Boundary().layers_before_choice(windows) == Boundary(2).layers_before_choice(windows) == 3
+    )
+
+
+def test_stages_are_joined_to_a_model() -> None:
+    stages = [ModelLayers(2, (0, 1)), ModelLayers(1, ()), ModelLayers(3, (0, 1))]
+    assert ModelLayers.joined(stages) == ModelLayers(6, (0, 1, 3, 4))
+    for alone in (MODEL, ModelLayers(3, (1,), sharing=4)):
+        assert ModelLayers.joined([alone]) == alone
+
+
 def test_the_work_depends_on_how_many_were_chosen() -> None:
     some = plan(ABOVE, top_k=3, suffix=[99])
     assert some.layer_tokens(MODEL) - some.layer_tokens(MODEL, chosen=1) == 2 * LAYERS

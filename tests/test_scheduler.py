@@ -63,15 +63,18 @@ class World:
         traces: str | None = None,
         region: Any = None,
         layout: Layout | None = None,
+        stages: int = 1,
         **options: Any,
     ) -> None:
         init_none_hash(sha256)
         self.pool: Any = BlockPool(64, enable_caching=True, hash_block_size=SIZE)
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
-                get_num_layers=lambda parallel: 4, max_model_len=max_model_len
+                get_total_num_hidden_layers=lambda: 4, max_model_len=max_model_len
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_index=0),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=1, pipeline_parallel_size=stages, data_parallel_index=0
+            ),
             observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
@@ -624,6 +627,42 @@ def test_a_pass_larger_than_a_chunk_is_spread_however_little_work_it_is() -> Non
         request = world.add([*range(1000, 1000 + new), *DOCUMENT, 8])
         assert world.side.match(request, 0) == (new + 32, spread)
         world.side.take_step(True)
+
+
+def test_between_pipeline_stages_every_plan_takes_several_steps() -> None:
+    """The last stage knows how it has ended when the first has left the step."""
+    world = World(stages=2, spread_tokens=0)
+    world.run(world.add(DOCUMENT))
+    assert world.side.match(world.add([7, 6, *DOCUMENT, 8]), 0) == (len(DOCUMENT) + 2, True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dense", "stages", "reused"),
+    [
+        ("focus", 0, 2, False),
+        ("focus", 0, 1, True),
+        ("sparsex", 2, 2, True),
+        ("sparsex", 3, 2, False),
+        ("cacheblend", 1, 2, True),
+        ("cacheblend", 2, 2, False),
+        ("epic", 0, 4, True),
+    ],
+)
+def test_tokens_are_chosen_by_layers_of_the_first_stage_only(
+    policy: str, dense: int, stages: int, reused: bool
+) -> None:
+    """The model has 4 layers."""
+    world = World(stages=stages)
+    world.run(world.add(DOCUMENT))
+    options = {"segreuse_policy": policy, "segreuse_dense_layers": dense}
+    given = options | {"segreuse_recompute_ratio": 0.3, "segreuse_overflow_tokens": 0}
+    request = world.add([7, 6, *DOCUMENT, 8], OPTIONS | given)
+    world.side.match(request, 0)
+    blocks = world.pool.get_new_blocks(9)
+    world.side.allocated(request, [b.block_id for b in blocks])
+    world.pool.free_blocks(blocks)
+    reason = world.report(request)["bypass_reason"]
+    assert reason == (None if reused else "chooses_behind_first_stage")
 
 
 def test_a_plan_with_an_adapter_is_carried_out_in_the_step_that_has_it_loaded() -> None:

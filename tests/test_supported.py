@@ -284,10 +284,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         for dtype in QUANTISED_OTHERWISE
     ),
     (
-        {"parallel": {"pipeline_parallel_size": 2}},
-        "pipeline_parallel_size=2; use tensor parallelism",
-    ),
-    (
         {"parallel": {"decode_context_parallel_size": 2}},
         "context parallelism is on; set both context parallel sizes to 1",
     ),

@@ -14,16 +14,19 @@ from vllm.config import ParallelConfig
 from tests.prefill.loaded import model_config
 from vllm_segreuse.config import SegReuseConfig, in_worker
 from vllm_segreuse.config.metrics import SegReuseStats
+from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier import worker as tier_module
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.model.layers import UnsupportedModelError
-from vllm_segreuse.plan import TierOrders
+from vllm_segreuse.plan import ModelLayers, TierOrders
 from vllm_segreuse.prefill import worker as module
 from vllm_segreuse.prefill.executor import PassReport
+from vllm_segreuse.prefill.stages.backlog import StageBacklog
 from vllm_segreuse.prefill.worker import WorkerSide
 
 Patch = pytest.MonkeyPatch
+LAYERS = ModelLayers.of_full_attention(3)
 
 
 class Backlog:
@@ -48,7 +51,7 @@ class Backlog:
             return self
 
         def proven(*_: Any) -> Any:
-            return SimpleNamespace(prefill=self.prefill, merge_size=2)
+            return SimpleNamespace(prefill=self.prefill, merge_size=2, link=None)
 
         patch.setattr(in_worker, "proven", proven)
         patch.setattr(in_worker, "backlog_of", taking_over)
@@ -277,9 +280,14 @@ def test_the_model_is_proven(
     drafter = object()
     monkeypatch.setattr(module, "loaded_model", lambda: model)
     monkeypatch.setattr(module, "loaded_drafter", lambda: drafter)
-    prefill = SimpleNamespace(states=None)
+    prefill = SimpleNamespace(states=None, layers=LAYERS)
     runtime = SimpleNamespace(
-        prefill=prefill, max_deviation=0.0, kernels="kernels", merge_size=None, graphs=None
+        prefill=prefill,
+        max_deviation=0.0,
+        kernels="kernels",
+        merge_size=None,
+        graphs=None,
+        link=None,
     )
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
@@ -288,13 +296,31 @@ def test_the_model_is_proven(
     assert side.backlog.step_work == share
 
 
+@pytest.mark.parametrize(("spread_tokens", "share"), [(7, 7 * 3), (None, 50 * 3), (0, 100 * 3)])
+def test_a_stage_of_a_pipeline_divides_work_as_the_whole_model_does(
+    spread_tokens: int | None, share: int, llama: Any, monkeypatch: Patch
+) -> None:
+    stage = Stage(1, 2, 2, 3, 3)
+    prefill = SimpleNamespace(states=None, layers=LAYERS, runner=SimpleNamespace(stage=stage))
+    runtime = SimpleNamespace(prefill=prefill, merge_size=None, link=object())
+    monkeypatch.setattr(in_worker, "proven", lambda *_: runtime)
+    side, *_ = started(llama, spread_tokens=spread_tokens)
+    assert isinstance(side.backlog, StageBacklog)
+    assert (side.backlog.step_work, side.backlog.prefill) == (share, prefill)
+
+
 def test_boundary_states_are_logged_and_counted(
     llama: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = SimpleNamespace(cuts=(1, 2), num_bytes=3 << 29)
-    prefill = SimpleNamespace(states=states)
+    prefill = SimpleNamespace(states=states, layers=LAYERS)
     runtime = SimpleNamespace(
-        prefill=prefill, max_deviation=0.0, kernels="kernels", merge_size=None, graphs=None
+        prefill=prefill,
+        max_deviation=0.0,
+        kernels="kernels",
+        merge_size=None,
+        graphs=None,
+        link=None,
     )
     proven, stats = [], SegReuseStats()
     monkeypatch.setattr(module, "loaded_model", lambda: None)
@@ -327,9 +353,14 @@ class GraphProof:
 def awaiting_graphs(proof: GraphProof, llama: Any, patch: Patch) -> Callable[[], None]:
     """What a worker's half wants called once vLLM has captured its graphs."""
     awaited: list[Callable[[], None]] = []
-    prefill = SimpleNamespace(states=None)
+    prefill = SimpleNamespace(states=None, layers=LAYERS)
     runtime = SimpleNamespace(
-        prefill=prefill, max_deviation=0.0, kernels="kernels", merge_size=None, graphs=proof
+        prefill=prefill,
+        max_deviation=0.0,
+        kernels="kernels",
+        merge_size=None,
+        graphs=proof,
+        link=None,
     )
     for name, replacement in {
         "loaded_model": lambda: None,

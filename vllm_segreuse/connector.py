@@ -145,13 +145,18 @@ class SegReuseConnector(KVConnectorBase_V1):
 
         return open_region(self._vllm_config, self._kv_cache_config, options, rank=None)
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """By tensor-parallel rank; all ranks have the same layers."""
+        """By pipeline stage and tensor-parallel rank; all ranks of a stage have the same layers."""
+        stages: dict[int, ModelLayers] = {}
+        for (stage, _), found in sorted(metadata.items()):
+            assert isinstance(found, SegReuseHandshake)
+            stages[stage] = found.layers
+        layers = ModelLayers.joined(list(stages.values()))
         for found in metadata.values():
             assert isinstance(found, SegReuseHandshake)
-            self.scheduler_side.learn(found.layers, found.facts)
+            self.scheduler_side.learn(layers, found.facts)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.add(request)

@@ -146,7 +146,11 @@ def of_one_rank(args: EngineArgs, vllm_config: VllmConfig) -> VllmConfig:
     if vllm_config.parallel_config.world_size_across_dp == 1:
         return vllm_config
     alone = replace(
-        args, tensor_parallel_size=1, data_parallel_size=1, enable_expert_parallel=False
+        args,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        enable_expert_parallel=False,
     )
     return alone.create_engine_config()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_segreuse.cache.index import bytes_per_block
 from vllm_segreuse.config.memory import pass_bytes
+from vllm_segreuse.engine.stage import layers_of_stages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,8 +24,8 @@ class Memory:
     """Bytes on one device, but for the index, which is in the scheduler's process.
 
     Attributes:
-        weight_bytes: parameters.
-        kv_bytes_per_token: at all layers.
+        weight_bytes: parameters, an equal share of them.
+        kv_bytes_per_token: at all layers that it has.
         kv_bytes_per_document: of 1,000 tokens, in whole blocks.
         kv_bytes_per_longest_prompt: of one prompt of maximum length.
         documents_per_gib: how many of them a GiB of KV cache holds.
@@ -45,6 +46,13 @@ class Memory:
     pass_bytes: int
 
 
+def _by_stage(vllm_config: VllmConfig, examined: Examined) -> list[tuple[tuple[int, int], ...]]:
+    """`Examined.kv` of each pipeline stage; the one that takes most decides."""
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return [examined.kv]
+    return [examined.kv[it.start : it.stop] for it in layers_of_stages(vllm_config)]
+
+
 def memory_of(vllm_config: VllmConfig, examined: Examined) -> Memory:
     """The figures of a model whose layers were examined.
 
@@ -55,13 +63,16 @@ def memory_of(vllm_config: VllmConfig, examined: Examined) -> Memory:
     block_size = vllm_config.cache_config.block_size
     ranks = parallel.tensor_parallel_size
     # Ranks beyond the number of a layer's KV heads hold copies: all ranks, of latent vectors.
-    per_token = sum(size // heads * max(1, heads // ranks) for heads, size in examined.kv)
+    per_token = max(
+        sum(size // heads * max(1, heads // ranks) for heads, size in layers)
+        for layers in _by_stage(vllm_config, examined)
+    )
     block_bytes = per_token * block_size
     document_blocks = -(-DOCUMENT_TOKENS // block_size)
     longest_blocks = -(-model.max_model_len // block_size)
     blocks = _GIB // block_bytes
     return Memory(
-        weight_bytes=examined.weight_bytes // ranks,
+        weight_bytes=examined.weight_bytes // (ranks * parallel.pipeline_parallel_size),
         kv_bytes_per_token=per_token,
         kv_bytes_per_document=document_blocks * block_bytes,
         kv_bytes_per_longest_prompt=longest_blocks * block_bytes,

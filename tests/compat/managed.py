@@ -56,8 +56,10 @@ class Managed:
         init_none_hash(sha256)
         self.manager = manager_of(num_blocks, **options)
         config: Any = SimpleNamespace(
-            model_config=SimpleNamespace(get_num_layers=lambda parallel: 4, max_model_len=LIMIT),
-            parallel_config=None,
+            model_config=SimpleNamespace(
+                get_total_num_hidden_layers=lambda: 4, max_model_len=LIMIT
+            ),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             observability_config=ObservabilityConfig(),
             cache_config=SimpleNamespace(block_size=SIZE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),

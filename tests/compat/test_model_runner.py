@@ -36,7 +36,7 @@ def config(backend: str | None = None, connector: bool = True) -> Any:
     )
     return SimpleNamespace(
         model_config=model,
-        parallel_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=100_000),
         lora_config=None,
         speculative_config=None,

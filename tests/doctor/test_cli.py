@@ -107,11 +107,13 @@ def test_json_is_all_that_standard_output_gets(model: Any) -> None:
 
 
 def test_every_reason_is_named(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([model("qwen3-8b"), "--no-enable-prefix-caching", "-pp", "2"]) == 1
+    assert (
+        cli.main([model("qwen3-8b"), "--no-enable-prefix-caching", "--enable-prompt-embeds"]) == 1
+    )
     out = capsys.readouterr().out
     assert "Qwen3ForCausalLM: refused\n" in out
     assert "  - prefix caching is off; remove --no-enable-prefix-caching\n" in out
-    assert "  - pipeline_parallel_size=2; use tensor parallelism\n" in out
+    assert "  - prompt embeddings are on; remove --enable-prompt-embeds\n" in out
 
 
 def test_what_vllm_itself_refuses(model: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,11 +17,15 @@ from vllm_segreuse.cache.index import bytes_per_block
 GIB = 1 << 30
 
 
-def engine(ranks: int = 1) -> Any:
+def engine(ranks: int = 1, stages: int = 1) -> Any:
     """An engine's configuration, as far as it is asked."""
     return Of(
-        model_config=Of(max_model_len=2049),
-        parallel_config=Of(tensor_parallel_size=ranks, world_size=ranks),
+        model_config=Of(max_model_len=2049, get_total_num_hidden_layers=lambda: 3),
+        parallel_config=Of(
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=stages,
+            world_size=ranks * stages,
+        ),
         cache_config=Of(block_size=32),
         speculative_config=None,
     )
@@ -59,6 +63,15 @@ def test_ranks_share_the_heads_of_each_layer_and_hold_all_latent_vectors(
     found = memory_of(engine(ranks), Of(kv=kv, weight_bytes=1600))
     assert found.kv_bytes_per_token == per_token
     assert found.weight_bytes == 1600 // ranks
+
+
+def test_of_pipeline_stages_the_one_with_the_most_kv_counts() -> None:
+    """Of three layers the first stage has two."""
+    found = memory_of(engine(2, stages=2), Of(kv=((8, 640), (4, 320), (4, 320)), weight_bytes=1600))
+    assert found.kv_bytes_per_token == (640 + 320) // 2
+    assert found.weight_bytes == 400
+    one = memory_of(engine(stages=2), Of(kv=((4, 320), (4, 320), (8, 800)), weight_bytes=1600))
+    assert one.kv_bytes_per_token == 800
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,25 @@ def test_the_blocks_of_a_document_are_known_beforehand(num_context: int, num_tok
     assert np.array_equal(together, tokens)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_between_pipeline_stages_no_document_is_compressed(stages: int) -> None:
+    async def main() -> None:
+        async with fake_engine.serving(
+            FakeEngine(), shape=SHAPE._replace(stages=stages)
+        ) as service:
+            await service.create_base(CreateBase(name="base"))
+            await service.add("base", documents(a=[*range(19)]))
+            half = {"id": "b", "token_ids": [*range(20)], "keep": 0.5}
+            asked = AddDocuments(documents=[half], wait=False)  # type: ignore[list-item]
+            if stages == 1:
+                await service.add("base", asked)
+                return
+            with pytest.raises(InvalidError, match="pipeline_parallel_size=2 does not compress"):
+                await service.add("base", asked)
+
+    asyncio.run(main())
+
+
 def test_24_what_does_not_fit_is_refused_whole() -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         await service.add("base", documents(a=[*range(19)]))
@@ -408,7 +427,11 @@ def test_every_token_of_the_model_may_be_in_a_document() -> None:
 def test_a_prompt_leaves_room_for_one_token_of_output(longest: int, whole: int) -> None:
     async def main() -> None:
         model = Of(max_model_len=longest, hf_config=Of(to_dict=dict))
-        vllm_config = Of(model_config=model, cache_config=Of(block_size=BLOCK_SIZE))
+        vllm_config = Of(
+            model_config=model,
+            cache_config=Of(block_size=BLOCK_SIZE),
+            parallel_config=Of(pipeline_parallel_size=1),
+        )
         service = await start_service(FakeEngine(), vllm_config, SegReuseConfig())
         await service.create_base(CreateBase(name="largest", preamble="x" * (whole - 2)))
         with pytest.raises(InvalidError) as caught:
@@ -429,7 +452,11 @@ def test_what_an_earlier_run_has_left_is_warmed_in_the_background_or_not(
 ) -> None:
     async def started(**options: Any) -> KnowledgeService:
         model = Of(max_model_len=64, hf_config=Of(to_dict=dict))
-        vllm_config = Of(model_config=model, cache_config=Of(block_size=BLOCK_SIZE))
+        vllm_config = Of(
+            model_config=model,
+            cache_config=Of(block_size=BLOCK_SIZE),
+            parallel_config=Of(pipeline_parallel_size=1),
+        )
         config = SegReuseConfig(knowledge_path=str(tmp_path / "m"), knowledge_chunk_tokens=5)
         return await start_service(FakeEngine(), vllm_config, config, **options)
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.sequence import IntermediateTensors
 
 from tests.prefill.hooks import pre_hooks
 from tests.prefill.tiny import CHANNELS, HIDDEN, KV_HEADS, LAYERS, SIZE, World
@@ -482,3 +484,79 @@ def test_a_forward_that_was_replaced_is_replaced_again_and_put_back() -> None:
         assert layer(0) == 1
     assert layer(0) == 0
     assert "forward" not in vars(layer)
+
+
+class Staged(PlainModel):
+    """One of two pipeline stages: layers of the other are placeholders, and states come in and go
+    out as in vLLM's models."""
+
+    def __init__(self, layers: list[nn.Module], is_first: bool) -> None:
+        super().__init__(layers)
+        self._is_first = is_first
+        self.names = ["hidden_states"]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        assert (intermediate_tensors is None) is self._is_first
+        if intermediate_tensors is None:
+            hidden = input_ids[:, None].float().expand(-1, HIDDEN)
+        else:
+            hidden = intermediate_tensors["hidden_states"]
+        for layer in self.layers:
+            if not isinstance(layer, PPMissingLayer):
+                hidden = layer(positions, hidden, scale=2.0)
+        return IntermediateTensors({"hidden_states": hidden}) if self._is_first else hidden
+
+    def make_empty_intermediate_tensors(self, batch_size: int, **how: Any) -> IntermediateTensors:
+        return IntermediateTensors(
+            {name: torch.zeros(batch_size, HIDDEN, **how) for name in self.names}
+        )
+
+
+def test_stages_run_what_they_have_on_what_they_are_given() -> None:
+    attention = [nn.Identity() for _ in range(3)]
+    layers = [Plain(each, False) for each in attention]
+    named = {str(i): each for i, each in enumerate(attention)}
+    ids, positions = torch.tensor([5, 7]), torch.tensor([1, 4])
+    whole = DecoderStack(PlainModel(layers), named)
+    expected = whole.forward(ids, positions)
+
+    missing = PPMissingLayer()
+    first = DecoderStack(
+        Staged([*layers[:2], missing], is_first=True), dict(list(named.items())[:2]), hands_on=True
+    )
+    last = DecoderStack(Staged([missing, missing, layers[2]], is_first=False), {"2": attention[2]})
+    assert (len(first), len(last)) == (2, 1)
+    handed = first.forward_to_next(ids, positions)
+    assert torch.equal(first.forward(ids, positions), handed.hidden_states)
+    state, inputs = first.embed(ids, positions)
+    by_layers = first.run(0, 2, inputs, state)
+    assert torch.equal(by_layers.hidden_states, handed.hidden_states)
+    with last.given(handed.clone()):
+        assert torch.equal(last.forward(ids, positions), expected)
+    with last.given(handed.clone()):
+        state, inputs = last.embed(ids, positions)
+    assert torch.equal(last.run(0, 1, inputs, state).hidden_states, expected)
+    with pytest.raises(AssertionError):
+        last.forward(ids, positions)  # nothing is left of what it was given
+
+
+def test_a_model_that_hands_on_more_than_states_is_refused() -> None:
+    attention = nn.Identity()
+    model = Staged([Plain(attention, False)], is_first=True)
+    stack = DecoderStack(model, {"0": attention}, hands_on=True)
+    sample = stack.sample_of_handed(torch.bfloat16, torch.device("cpu"))
+    assert sample.hidden_states.dtype == torch.bfloat16
+    assert (sample.hidden_states.shape, sample.residual) == ((1, HIDDEN), None)
+    model.names = ["hidden_states", "residual"]
+    assert list(stack.sample_of_handed(torch.float32, torch.device("cpu")).tensors) == model.names
+    model.names = ["hidden_states", "altup"]
+    with pytest.raises(UnsupportedModelError, match="Staged hands hidden_states, altup from one"):
+        stack.sample_of_handed(torch.float32, torch.device("cpu"))
+    alone = DecoderStack(PlainModel([Plain(attention, False)]), {"0": attention})
+    with pytest.raises(UnsupportedModelError, match="PlainModel has no pipeline stages"):
+        alone.sample_of_handed(torch.float32, torch.device("cpu"))

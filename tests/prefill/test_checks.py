@@ -911,7 +911,7 @@ def test_scores_without_the_sinks_are_found(sinking: Loaded, monkeypatch: Patch)
     [
         (None, True),
         *(("eager", False), ("multimodal", False), ("experts", False), ("lora", False)),
-        ("quantised output", False),
+        *(("quantised output", False), ("stages", False)),
     ],
 )
 def test_which_models_run_as_compiled(only: str | None, compiled: bool) -> None:
@@ -921,6 +921,7 @@ def test_which_models_run_as_compiled(only: str | None, compiled: bool) -> None:
         model_config=SimpleNamespace(
             is_multimodal_model=only == "multimodal", is_moe=only == "experts"
         ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1 + (only == "stages")),
         lora_config=object() if only == "lora" else None,
         compilation_config=SimpleNamespace(
             mode=mode,

@@ -16,13 +16,14 @@ from vllm_segreuse.compat import kv_cache_manager, triton_dispatcher
 from vllm_segreuse.compat.block_events import Naming
 from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.engine.metrics import Counted
+from vllm_segreuse.engine.stage import layers_of_stages
 from vllm_segreuse.features import having
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
 from vllm_segreuse.features.tier.options import TierOptions, TierServer
 from vllm_segreuse.features.tier.start import most_records, start_tier
 from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.options.server import STEP_TOKENS, ServerOptions
-from vllm_segreuse.plan import ModelLayers, ReusePlan
+from vllm_segreuse.plan import ModelLayers, Program, ReusePlan
 from vllm_segreuse.scheduling.budget import StepBudget
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.donors import Donors
@@ -31,7 +32,7 @@ from vllm_segreuse.scheduling.feature import Features
 from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.methods import Methods
 from vllm_segreuse.scheduling.parts import Parts
-from vllm_segreuse.scheduling.planner import BlockPins, Planner
+from vllm_segreuse.scheduling.planner import BlockPins, PipelineStages, Planner
 from vllm_segreuse.scheduling.reporting import Accounts
 from vllm_segreuse.scheduling.scheduler import SchedulerSide
 
@@ -92,7 +93,7 @@ def _features(making: Making) -> Features:
 def _parts(making: Making, features: Features) -> Parts:
     core, store = making.core, making.store
     layers = ModelLayers.of_full_attention(
-        core.vllm_config.model_config.get_num_layers(core.vllm_config.parallel_config)
+        core.vllm_config.model_config.get_total_num_hidden_layers()
     )
     methods = Methods(
         core.block_size,
@@ -121,6 +122,7 @@ def _parts(making: Making, features: Features) -> Parts:
         clock=time.perf_counter,
         on_match=functools.partial(core.stats.observe, "match_seconds"),
         tier=store,
+        stages=_stages(core, methods),
     )
     naming: Naming = ExactNames(core.requests, planner, core.block_size)
     for feature in features.having("naming"):
@@ -133,6 +135,29 @@ def _parts(making: Making, features: Features) -> Parts:
         keeps_evicted=store is not None,
     )
     return Parts(core, methods, Accounts(core.stats, layers), features, donors, planner)
+
+
+class _Stages:
+    """See `PipelineStages`.
+
+    Args:
+        methods: know the layers of the model.
+        first: layers of the first stage.
+    """
+
+    def __init__(self, methods: Methods, first: int) -> None:
+        self._methods, self._first = methods, first
+
+    def run(self, program: Program) -> bool:
+        """Whether the first stage's layers are enough to choose by."""
+        return program.layers_before_choice(self._methods.layers) <= self._first
+
+
+def _stages(core: Core, methods: Methods) -> PipelineStages | None:
+    """Those of the engine; None: there is one."""
+    if core.vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return None
+    return _Stages(methods, len(layers_of_stages(core.vllm_config)[0]))
 
 
 def _pins(core: Core, features: Features) -> BlockPins:

@@ -47,5 +47,5 @@ def worker_side(
     prefill = runtime.prefill
     for feature in features:
         prefill = feature.carried_out_by(prefill)
-    backlog = backlog_of(prefill, vllm_config, config)
+    backlog = backlog_of(prefill, vllm_config, config, runtime.link)
     return WorkerSide(backlog, features, stats, vllm_config.parallel_config.rank == 0)

@@ -61,12 +61,13 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     more, because a drift was too large or segments were rejected, is so one plan after the other.
     Where tokens enter at cuts, states are joined with others. Where layers attend to windows,
     SparseX runs new tokens to a layer behind the boundary, beside the states there. EAGLE-3 drafts
-    are given what enters some of the layers.
+    are given what enters some of the layers. Between pipeline stages states are copied to be sent.
     """
     model = vllm_config.model_config
     tokens = _prompts(vllm_config) * model.max_model_len
     tokens += vllm_config.scheduler_config.max_num_batched_tokens
     config = _config(vllm_config)
+    tokens += _sent_tokens(vllm_config, config)
     states = 6 if config.cuts else 4 if _has_windows(vllm_config) else 2
     states += _auxiliary_layers(vllm_config)
     of_token = states * model.get_hidden_size() * model.dtype.itemsize + _INDEX_BYTES
@@ -77,6 +78,16 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
         + SCRATCH_BYTES
         + _builder_bytes(vllm_config)
     )
+
+
+def _sent_tokens(vllm_config: VllmConfig, config: SegReuseConfig) -> int:
+    """Tokens whose states are on their way to the next pipeline stage: the shares of two steps,
+    each with the chunk that reaches it."""
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return 0
+    most = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    share = config.spread_work(most, 1) or most
+    return 2 * (share + most)
 
 
 def _has_windows(vllm_config: VllmConfig) -> bool:

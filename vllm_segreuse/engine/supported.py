@@ -197,7 +197,7 @@ def _no_cache_of_latents(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.model_config.use_mla) and off and current_platform.is_cpu()
 
 
-def _num_sharing(model: ModelConfig) -> int:
+def num_sharing(model: ModelConfig) -> int:
     """Layers, the last ones, that share the KV of others."""
     return int(getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0)
 
@@ -206,7 +206,7 @@ def _cut_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool
     model, name = vllm_config.model_config, _name(vllm_config.model_config)
     if not cuts:
         return []
-    layers = model.get_num_layers(vllm_config.parallel_config) - _num_sharing(model)
+    layers = model.get_num_layers(vllm_config.parallel_config) - num_sharing(model)
     return [
         (
             max(cuts) >= layers,
@@ -243,10 +243,6 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"some layers are not quantised (kv_cache_dtype_skip_layers="
             f"{cache.kv_cache_dtype_skip_layers}), others are; remove "
             "--kv-cache-dtype-skip-layers, or use --kv-cache-dtype auto",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}; use tensor parallelism",
         ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -314,7 +310,7 @@ def _draft_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bo
             f"{by} of a model that vLLM runs by its Transformers backend is not proven; use ngram",
         ),
         (
-            _num_sharing(vllm_config.model_config) > 0,
+            num_sharing(vllm_config.model_config) > 0,
             f"{by} of a model with layers that share the KV of others is not proven; use ngram",
         ),
         (

@@ -33,6 +33,7 @@ FEATURES = (
     "segreuse_extras.healing",
     "vllm_segreuse.features.tier",
     "vllm_segreuse.features.transfer",
+    "vllm_segreuse.features.pipeline",
     "segreuse_extras.explain",
     "segreuse_extras.tracing",
     "segreuse_extras.viewer",

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.sequence import IntermediateTensors
 
 from vllm_segreuse.model import token_kv
 
@@ -40,6 +42,12 @@ class LayerState:
         if self.residual is None:
             return self.hidden_states
         return self.hidden_states + self.residual
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the names that vLLM's models give them where they hand them to another stage."""
+        named = {"hidden_states": self.hidden_states}
+        return named if self.residual is None else named | {"residual": self.residual}
 
     def summed(self) -> LayerState:
         """The residual stream alone, half as much, in the place of the hidden states."""
@@ -154,7 +162,8 @@ class _KvWritten(BaseException):
 
 
 class DecoderStack:
-    """Decoder layers of a loaded vLLM model, in order, with their attention layers.
+    """Decoder layers of a loaded vLLM model, in order, with their attention layers: those of one
+    pipeline stage, if there are several.
 
     Layers that share the KV of others (`kv_sharing_target_layer_name`) stand behind all that write
     theirs. Nothing that is cached depends on them, so they are no part of the stack, and whatever
@@ -165,11 +174,12 @@ class DecoderStack:
         attention_by_name: its `Attention` layers that have KV of their own.
         position_rows: see `positions.position_rows`.
         sharing: those that share the KV of others.
+        hands_on: whether another stage has the layers behind these.
 
     Attributes:
         layers: decoder layers that write KV.
         attention: the vLLM `Attention` layer inside each decoder layer.
-        position_rows: as given.
+        position_rows, hands_on: as given.
         behind: decoder layers that share the KV of these.
         takes_positions: whether each is given positions, as vLLM's own layers are, and has its
             rotary module in itself; else it is given what it rotates by.
@@ -181,9 +191,12 @@ class DecoderStack:
         attention_by_name: Mapping[str, nn.Module],
         position_rows: int | None = None,
         sharing: Mapping[str, nn.Module] | None = None,
+        hands_on: bool = False,
     ) -> None:
         self._model = model
         self.position_rows = position_rows
+        self.hands_on = hands_on
+        self._handed: LayerState | None = None
         layers, attention = _find_layers(model, {**attention_by_name, **(sharing or {})})
         count = _num_writing(attention, sharing or {})
         self.layers, self.behind = layers[:count], layers[count:]
@@ -221,6 +234,40 @@ class DecoderStack:
             handle.remove()
 
         handle = self.layers[0].register_forward_hook(note)
+
+    def sample_of_handed(self, dtype: torch.dtype, device: torch.device) -> LayerState:
+        """What one stage hands to the next, of a single token: of the right shape and type.
+
+        Raises:
+            UnsupportedModelError: the model hands on more than states of its layers.
+        """
+        make = getattr(self._model, "make_empty_intermediate_tensors", None)
+        if make is None:
+            raise UnsupportedModelError(f"{type(self._model).__name__} has no pipeline stages")
+        made = make(batch_size=1, dtype=dtype, device=device).tensors
+        if not {"hidden_states"} <= made.keys() <= {"hidden_states", "residual"}:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} hands {', '.join(made)} from one pipeline stage to "
+                "the next, and a pass hands on hidden_states and residual"
+            )
+        return LayerState(**{"residual": None} | made)
+
+    @contextmanager
+    def given(self, handed: LayerState) -> Iterator[None]:
+        """Meanwhile the model runs on what an earlier stage has handed on of the same tokens. That
+        state is spent."""
+        self._handed = handed
+        try:
+            yield
+        finally:
+            self._handed = None
+
+    def _run_model(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The model's own forward, on what it is `given`."""
+        more = {}
+        if self._handed is not None:
+            more["intermediate_tensors"] = IntermediateTensors(self._handed.tensors)
+        return self._model(input_ids=token_ids, positions=positions, **more)
 
     def embed(
         self, token_ids: torch.Tensor, positions: torch.Tensor
@@ -275,7 +322,7 @@ class DecoderStack:
         self._runs_dry = True
         try:
             with in_the_place_of(self.layers, note):
-                self._model(input_ids=token_ids, positions=positions)
+                self._run_model(token_ids, positions)
         except _EmbeddingsReady:
             pass
         finally:
@@ -348,9 +395,17 @@ class DecoderStack:
 
         Returns:
             The hidden states behind the last layer and norm; what enters the first layer that
-            shares KV, if there are any.
+            shares KV, if there are any; those that are handed on, if other stages follow.
         """
+        if self.hands_on:
+            return self.forward_to_next(token_ids, positions).hidden_states
         return self.forward_for_drafts(token_ids, positions)[0]
+
+    def forward_to_next(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerState:
+        """The same, of a stage that others follow; what it hands on."""
+        output = self._run_model(token_ids.to(torch.int32, copy=True), positions.clone())
+        assert isinstance(output, IntermediateTensors)
+        return LayerState(**{"residual": None} | output.tensors)
 
     def forward_for_drafts(
         self, token_ids: torch.Tensor, positions: torch.Tensor
@@ -366,7 +421,7 @@ class DecoderStack:
         """The same on these very tensors: CUDA graphs read where they were captured."""
         if self.behind:
             return self._up_to_sharing(token_ids, positions), []
-        return _with_auxiliary(self._model(input_ids=token_ids, positions=positions))
+        return _with_auxiliary(self._run_model(token_ids, positions))
 
     def _up_to_sharing(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         caught: list[LayerState] = []
@@ -378,7 +433,7 @@ class DecoderStack:
 
         try:
             with in_the_place_of(self.behind[:1], stop):
-                self._model(input_ids=token_ids, positions=positions)
+                self._run_model(token_ids, positions)
         except _KvWritten:
             pass
         return caught[0].stream
@@ -538,14 +593,18 @@ def _num_writing(attention: Sequence[nn.Module], sharing: Mapping[str, nn.Module
 def _find_layers(
     model: nn.Module, attention_by_name: Mapping[str, nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The module list whose members hold exactly one attention layer each, and all of them."""
+    """The module list whose members hold exactly one attention layer each, and all of them. Layers
+    of other pipeline stages are no members."""
     wanted = {id(module) for module in attention_by_name.values()}
     for _, candidate in model.named_modules():
-        if not isinstance(candidate, nn.ModuleList) or len(candidate) != len(wanted):
+        if not isinstance(candidate, nn.ModuleList):
             continue
-        attention = [[m for m in layer.modules() if id(m) in wanted] for layer in candidate]
+        layers = [layer for layer in candidate if not isinstance(layer, PPMissingLayer)]
+        if len(layers) != len(wanted):
+            continue
+        attention = [[m for m in layer.modules() if id(m) in wanted] for layer in layers]
         if all(len(found) == 1 for found in attention):
-            return list(candidate), [found[0] for found in attention]
+            return layers, [found[0] for found in attention]
     raise UnsupportedModelError(
         f"{type(model).__name__} has no list of decoder layers with one attention layer each "
         f"({len(wanted)} attention layers in all)"

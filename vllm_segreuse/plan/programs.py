@@ -8,8 +8,10 @@ that are compared are all that a pass depends on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from vllm_segreuse.plan.check import Check
@@ -50,6 +52,18 @@ class ModelLayers:
     def in_all(self) -> int:
         """Those that vLLM's own forward runs."""
         return self.count + self.sharing
+
+    @classmethod
+    def joined(cls, stages: Sequence[ModelLayers]) -> ModelLayers:
+        """The layers of a model, of those that each pipeline stage has, in order."""
+        first = accumulate((stage.count for stage in stages), initial=0)
+        scored = [
+            begin + layer
+            for begin, stage in zip(first, stages, strict=False)
+            for layer in stage.scored
+        ]
+        count = sum(stage.count for stage in stages)
+        return cls(count, tuple(scored), sum(stage.sharing for stage in stages))
 
     def scored_from(self, first: int) -> tuple[int, ...]:
         """Those of `scored` from layer `first` on; the last of them where there is none."""
@@ -119,6 +133,11 @@ class Program:
         """Whether only the workers know how a plan has ended (`PlanOutcome`)."""
         return self.may_choose_fewer or self.measures_drift or self.check is not None
 
+    def layers_before_choice(self, layers: ModelLayers) -> int:
+        """How many of the first layers have to run before nothing but states of known tokens has
+        to pass all the others; 0: the tokens are known beforehand."""
+        return self.dense_layers
+
     def most_active(self, counts: Counts) -> int:
         """Most tokens that any layer computes."""
         if self.dense_layers:
@@ -152,6 +171,10 @@ class Staged(Program):
     cuts: tuple[int, ...] = ()
     chooses = False
 
+    def layers_before_choice(self, layers: ModelLayers) -> int:
+        """It is not known before the last layer where tokens enter: states are kept by layer."""
+        return layers.count
+
     def most_active(self, counts: Counts) -> int:
         """Behind the last cut all of them are computed."""
         return super().most_active(counts) + sum(counts.entering)
@@ -182,10 +205,14 @@ class Boundary(Program):
         """The layer whose attention gives the scores."""
         return layers.scored_from(max(self.dense_layers - 1, 0))[0]
 
+    def layers_before_choice(self, layers: ModelLayers) -> int:
+        """The dense ones, and up to the scored one."""
+        return max(self.scored_layer(layers) + 1, self.dense_layers)
+
     def cost(self, counts: Counts, layers: ModelLayers) -> int:
         """Behind the dense layers, what is always computed passes the layers up to the scored one
         twice; the suffix passes no others."""
-        before = max(self.scored_layer(layers) + 1, self.dense_layers)
+        before = self.layers_before_choice(layers)
         again = (before - self.dense_layers) * counts.always
         return super().cost(counts, layers) + again + before * counts.suffix
 
@@ -195,6 +222,10 @@ class Deviation(Program):
     """CacheBlend: by how far keys and values behind the dense layers are from the reused ones."""
 
     dense_layers: int = 1
+
+    def layers_before_choice(self, layers: ModelLayers) -> int:
+        """The dense ones, and the next, whose keys and values are compared."""
+        return self.dense_layers + 1
 
 
 @dataclass(frozen=True)
@@ -235,6 +266,13 @@ class Probed(Program):
     def scored_layers(self, layers: ModelLayers) -> tuple[int, ...]:
         """The layers whose attention gives the scores."""
         return layers.scored_from(self.first_layer)
+
+    def layers_before_choice(self, layers: ModelLayers) -> int:
+        """Up to the last scored one; all, where each layer's moved KV is compared with what is
+        recomputed."""
+        if self.measures_drift or self.carries:
+            return layers.count
+        return self.scored_layers(layers)[-1] + 1
 
     def cost(self, counts: Counts, layers: ModelLayers) -> int:
         """Probes also pass the layers up to the last scored one, before the choice."""

@@ -118,8 +118,8 @@ def prepare_or_in_full(
         try:
             prepared = prefill.prepare(plans, chunk_work)
         except Exception:
-            _log(plans)
-        everywhere = _on_all_ranks(prepared is not None)
+            log_failure(plans)
+        everywhere = on_all_ranks(prepared is not None)
         if prepared is None or not everywhere:
             prepared = _in_full(prefill, plans, chunk_work)
         return prepared
@@ -134,7 +134,7 @@ def compute_or_in_full(prefill: SparsePrefill, prepared: Prepared) -> Chunks[Pas
         except Exception:
             if not _is_alone():
                 raise
-            _log(plans)
+            log_failure(plans)
         again = _in_full(prefill, plans, prepared.chunk_work)
         return (yield from prefill.compute(again))
 
@@ -149,22 +149,37 @@ def _is_alone() -> bool:
 
 @contextmanager
 def _fatal_between_ranks(plans: list[ReusePlan]) -> Iterator[None]:
+    if _is_alone():
+        yield
+        return
+    with fatal([plan.request_id for plan in plans], "tensor-parallel ranks"):
+        yield
+
+
+@contextmanager
+def fatal(request_ids: Iterable[str], between: str) -> Iterator[None]:
+    """An error ends this process, and with it the engine.
+
+    Args:
+        request_ids: of the pass.
+        between: whose agreement it breaks.
+    """
     try:
         yield
     except Exception:
-        if _is_alone():
-            raise
         logger.critical(
-            "segment reuse failed between tensor-parallel ranks, which cannot start over: the "
-            "engine stops; requests of the pass: %s",
-            [plan.request_id for plan in plans],
+            "segment reuse failed between %s, which cannot start over: the engine stops; requests "
+            "of the pass: %s",
+            between,
+            list(request_ids),
             exc_info=True,
         )
         logging.shutdown()
         os._exit(1)  # an orderly end would wait for the other ranks, which wait for this one
 
 
-def _on_all_ranks(ready: bool) -> bool:
+def on_all_ranks(ready: bool) -> bool:
+    """Whether all tensor-parallel ranks are, of one pipeline stage."""
     if _is_alone():
         return ready
     flag = torch.tensor([ready], dtype=torch.int32)
@@ -174,7 +189,8 @@ def _on_all_ranks(ready: bool) -> bool:
     return bool(flag.item())
 
 
-def _log(plans: list[ReusePlan]) -> None:
+def log_failure(plans: list[ReusePlan]) -> None:
+    """Plans could not be prepared or computed."""
     logger.exception(
         "segment reuse failed; computing in full: %s", [plan.request_id for plan in plans]
     )

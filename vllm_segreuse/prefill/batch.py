@@ -155,9 +155,15 @@ class Batch:
         if layer not in self.auxiliary:
             shape = len(self.tokens), stream.shape[-1]
             self.auxiliary[layer] = stream.new_zeros(shape)
+        self.auxiliary[layer][self.index_of(tokens).device] = stream
+
+    def index_of(self, tokens: TokenTable) -> Index:
+        """Which tokens of the batch these are."""
         first = self.bounds[:-1] - [plan.start for plan in self.plans]
+        if tokens.host is not None:
+            return Index.known(first[tokens.host.request] + tokens.host.positions, self._device)
         row = upload(first, self._device)[tokens.request] + tokens.positions
-        self.auxiliary[layer][row] = stream
+        return Index.computed(row)
 
     def chunk_tokens(self, most: int, num_layers: int) -> int:
         """Tokens that are computed at once, at so many layers.

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from vllm.config import CompilationMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.engine.kv_group import KvGroup, segment_group
+from vllm_segreuse.engine.stage import Stage, stage_of
 from vllm_segreuse.engine.supported import DRAFTS, WITHOUT, RefusedError
 from vllm_segreuse.kernels import dispatch
 from vllm_segreuse.kernels.codecs import Codec
@@ -27,7 +29,7 @@ from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import check_format, typed_pages
 from vllm_segreuse.model.kv_layout import PageLayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.model.layers import DecoderStack, LayerState, UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
 from vllm_segreuse.model.rope import DeltaRope, RopeError, of_transformers
 from vllm_segreuse.plan import ModelLayers
@@ -54,11 +56,19 @@ from vllm_segreuse.prefill.proofs.graphs import GraphProof
 from vllm_segreuse.prefill.proofs.images import prove_images
 from vllm_segreuse.prefill.proofs.long_contexts import prove_long_contexts
 from vllm_segreuse.prefill.proofs.moves import prove_moves
-from vllm_segreuse.prefill.proofs.passes import prove_compiled, prove_passes, warm_up
+from vllm_segreuse.prefill.proofs.passes import (
+    allowed_deviation,
+    prove_compiled,
+    prove_passes,
+    require_equal,
+    warm_up,
+)
 from vllm_segreuse.prefill.proofs.rotations import check_rotated_channels, prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch, count_and_distance
 from vllm_segreuse.prefill.rows import MOST_DECODES, RowBuilder
+from vllm_segreuse.prefill.stages.link import Link
+from vllm_segreuse.prefill.stages.proof import Following, HandedStates, exchange
 from vllm_segreuse.prefill.states import BoundaryStates
 
 if TYPE_CHECKING:
@@ -77,6 +87,7 @@ class Runtime:
         merge_size: patches of an image per token in a row, and in a column; None: images are not
             reused (`proofs/images.py`).
         graphs: proves CUDA graphs, once they are captured; None: passes run by none.
+        link: to the other pipeline stages; None: there are none.
     """
 
     prefill: SparsePrefill
@@ -84,6 +95,7 @@ class Runtime:
     kernels: str
     merge_size: int | None
     graphs: GraphProof | None
+    link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,7 @@ class Structure:
         group: its KV cache.
         attention: its attention layers, by name.
         stack: its decoder layers.
+        stage: which of the model's these are.
         layouts: how each layer's pages are laid out.
         kernels: what runs on pages of each layout.
         draft: what drafts for it; None: nothing that has KV.
@@ -102,6 +115,7 @@ class Structure:
     group: KvGroup
     attention: dict[str, nn.Module]
     stack: DecoderStack
+    stage: Stage
     layouts: list[PageLayout]
     kernels: dict[PageLayout, dispatch.Kernels]
     draft: Draft | None = None
@@ -139,10 +153,12 @@ def read_structure(
         check_attention(attention, group.block_size)
         check_split_keys(attention)
         check_format(attention.values())
+        stage = stage_of(vllm_config, len(attention))
         rows = position_rows(model, vllm_config.model_config)
-        stack = DecoderStack(model, attention, rows, sharing)
+        stack = DecoderStack(model, attention, rows, sharing, hands_on=not stage.is_last)
         check_rotated_channels(stack)
-        check_scored(layers_of(stack, vllm_config.model_config.max_model_len))
+        if stage.is_first:
+            check_scored(layers_of(stack, vllm_config.model_config.max_model_len))
         count_and_distance(stack.attention, group.block_size, vllm_config)
         layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]
         draft = None if drafter is None else Draft(drafter, by_name, stack)
@@ -153,13 +169,13 @@ def read_structure(
         layout: dispatch.choose(first.device, first.dtype, layout, queries)
         for layout in dict.fromkeys(layouts)
     }
-    return Structure(group, attention, stack, layouts, kernels, draft)
+    return Structure(group, attention, stack, stage, layouts, kernels, draft)
 
 
 def layers_of(stack: DecoderStack, max_model_len: int) -> ModelLayers:
-    """A model's layers as programs see them."""
+    """A model's layers as programs see them, or those of one pipeline stage."""
     kinds = [kind_of(layer, max_model_len) for layer in stack.attention]
-    return model_layers(kinds, len(stack.behind))
+    return model_layers(kinds, len(stack.behind), is_last=not stack.hands_on)
 
 
 def prove(
@@ -184,9 +200,17 @@ def prove(
         RefusedError: naming the layer or the property that could not be proven.
     """
     _check_drafter(vllm_config, drafter)
+    link = None
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        # Before anything can fail: all ranks take part. After that no stage waits for a later one,
+        # and vLLM hears of errors in the order of ranks.
+        link = Link(torch.device(vllm_config.device_config.device))
     structure = read_structure(model, vllm_config, kv_cache_config, drafter)
     try:
-        parts = _build(model, structure, vllm_config, kv_cache_config, cuts, codec)
+        parts = _build(model, structure, vllm_config, kv_cache_config, cuts, codec, link)
+        if link is not None:
+            prefill, max_deviation = _prove_stage(parts, link)
+            return Runtime(prefill, max_deviation, structure.description, None, None, link)
         prefill = SparsePrefill(parts.layers(), parts.aligner, parts.draft_runner)
         max_deviation = _prove(parts, prefill)
         merge_size = prove_images(model, vllm_config.model_config, parts.scratch, prefill)
@@ -217,6 +241,8 @@ class _Parts:
         attention: how the pass's queries attend.
         aligner: for the layers of the model and its draft.
         drafted: proves the draft; None: there is none.
+        handed: what the model hands to the next pipeline stage of the scratch tokens; None: there
+            is none.
     """
 
     structure: Structure
@@ -229,6 +255,7 @@ class _Parts:
     attention: PassAttention
     aligner: Aligner
     drafted: DraftProof | None
+    handed: LayerState | None
 
     def layers(self, compiled: bool = False) -> LayerRunner:
         """What runs the model's layers."""
@@ -239,6 +266,7 @@ class _Parts:
             self.settings._replace(compiled=compiled),
             self.states,
             NOTHING if self.drafted is None else self.drafted.wanted,
+            self.structure.stage,
         )
 
     @property
@@ -259,6 +287,7 @@ def _build(
     kv_cache_config: KVCacheConfig,
     cuts: Sequence[int],
     codec: Codec,
+    link: Link | None,
 ) -> _Parts:
     """The parts of the pass. Rotations are proven on the way: layers are known by them."""
     group, stack, layouts = structure.group, structure.stack, structure.layouts
@@ -268,7 +297,20 @@ def _build(
     most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     settings = PassSettings(FastOps(model), adapters, most_tokens)
     num_blocks = kv_cache_config.num_blocks
-    scratch = Scratch(stack, layouts, rows, settings, group.block_size, num_blocks, vllm_config)
+    scratch = Scratch(
+        stack,
+        layouts,
+        rows,
+        settings,
+        group.block_size,
+        num_blocks,
+        vllm_config,
+        structure.stage,
+    )
+    handed = None
+    if link is not None:
+        link.sample = stack.sample_of_handed(scratch.dtype, stack.attention[0].kv_cache.device)
+        handed = exchange(scratch, link)
     # From here on: the model's own forward leaves them, too.
     states = _boundary_states(stack, cuts, group.block_size, kv_cache_config, vllm_config)
     ropes = prove_rotations(scratch, [] if stack.takes_positions else of_transformers(model))
@@ -291,6 +333,7 @@ def _build(
         attention=PassAttention(rows, kv),
         aligner=Aligner(kv + ([] if drafted is None else drafted.layers), codec),
         drafted=drafted,
+        handed=handed,
     )
 
 
@@ -315,6 +358,29 @@ def _prove(parts: _Parts, prefill: SparsePrefill) -> float:
             warm_up(scratch, prefill)
     prove_long_contexts(parts.kv, scratch.dtype)
     return max_deviation
+
+
+def _prove_stage(parts: _Parts, link: Link) -> tuple[SparsePrefill, float]:
+    """The same of one of several pipeline stages, and what it hands on.
+
+    Returns:
+        The pass, whose states go to the next stage from here on; and the largest deviation.
+    """
+    layers, stage = parts.layers(), parts.structure.stage
+    prefill = SparsePrefill(layers, parts.aligner)
+    if not stage.is_first:
+        prefill = SparsePrefill(layers, parts.aligner, run_program=Following(parts.scratch))
+    if parts.handed is None:
+        return prefill, _prove(parts, prefill)
+    compared = layers.onward = HandedStates(parts.handed)
+    deviation = _prove(parts, prefill)
+    require_equal(
+        "what a pass hands to the next pipeline stage",
+        compared.worst,
+        allowed_deviation(parts.scratch),
+    )
+    layers.onward = link
+    return prefill, max(deviation, compared.worst)
 
 
 def _check_drafter(vllm_config: VllmConfig, drafter: Any | None) -> None:
@@ -361,12 +427,14 @@ def may_run_compiled(vllm_config: VllmConfig) -> bool:
     """Whether there is a compiled model that takes token ids and positions, and nothing else of
     the runner's.
 
-    Multimodal models take embeddings; experts count their calls, and take a mask of the padding;
-    layers with adapters read the step's mapping; and where vLLM has fused attention with the
-    quantisation of its output, the kernels of the pass would be given an output in fp8.
+    Pipeline stages stop between their layers. Multimodal models take embeddings; experts count
+    their calls, and take a mask of the padding; layers with adapters read the step's mapping; and
+    where vLLM has fused attention with the quantisation of its output, the kernels of the pass
+    would be given an output in fp8.
     """
     model = vllm_config.model_config
     compilation = vllm_config.compilation_config
     eager = compilation.mode == CompilationMode.NONE or compilation.pass_config.fuse_attn_quant
     adapted = vllm_config.lora_config is not None
-    return not (eager or adapted or model.is_multimodal_model or model.is_moe)
+    staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    return not (eager or adapted or staged or model.is_multimodal_model or model.is_moe)

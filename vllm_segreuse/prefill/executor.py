@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -55,6 +56,10 @@ class Prepared:
         return [plan for batch in self.batches for plan in batch.plans]
 
 
+RunProgram = Callable[[LayerRunner, Batch], Chunks[programs.Computed]]
+"""Computes the plans of a batch."""
+
+
 class SparsePrefill:
     """Runs plans on the loaded model.
 
@@ -62,6 +67,7 @@ class SparsePrefill:
         layers: the model's decoder layers, run on a batch's tokens.
         aligner: copies and rotates KV, that of drafts, too.
         drafts: computes the KV of a draft; None: nothing drafts that has any.
+        run_program: computes a batch.
 
     Attributes:
         aligner: as given.
@@ -69,9 +75,14 @@ class SparsePrefill:
     """
 
     def __init__(
-        self, layers: LayerRunner, aligner: Aligner, drafts: DraftRunner | None = None
+        self,
+        layers: LayerRunner,
+        aligner: Aligner,
+        drafts: DraftRunner | None = None,
+        run_program: RunProgram = programs.run,
     ) -> None:
         self.runner = layers
+        self._run_program = run_program
         self.aligner = aligner
         self._drafts = drafts
         self._block_size = layers.layouts[0].keys.shape[1]
@@ -79,12 +90,17 @@ class SparsePrefill:
 
     def with_aligner(self, aligner: Aligner) -> SparsePrefill:
         """The same pass on KV that another aligner copies: one that reads a second tier."""
-        return SparsePrefill(self.runner, aligner, self._drafts)
+        return SparsePrefill(self.runner, aligner, self._drafts, self._run_program)
 
     @property
     def layers(self) -> ModelLayers:
         """The model's, as programs see them."""
         return self.runner.model
+
+    @property
+    def own_layers(self) -> ModelLayers:
+        """Those that are in this process: of one pipeline stage, if there are several."""
+        return self.runner.own_layers
 
     @property
     def states(self) -> BoundaryStates | None:
@@ -119,7 +135,8 @@ class SparsePrefill:
         batches = [batch for group in together for batch in self._batches(group, chunk_work)]
         for batch in batches:
             copies = token_copies(batch.plans, self._block_size, skip_always=True)
-            self.aligner.align(copies, first_layer=batch.program.dense_layers)
+            dense = batch.program.dense_layers - self.runner.stage.first
+            self.aligner.align(copies, first_layer=max(0, dense))
             if self.states is not None:
                 self.states.move(copies)
         return Prepared(batches, time.perf_counter() - started, chunk_work)
@@ -139,7 +156,7 @@ class SparsePrefill:
         clock = _Clock()
         computed = []
         for batch in prepared.batches:
-            computed.append((yield from clock.running(self._compute(batch))))
+            computed.append((yield from clock.running(self.compute_batch(batch))))
         ends = outcomes.read(computed)
         wanted = {end.plan.request_id for end in ends if end.wants_positions}
         positions: dict[str, tuple[int, ...]] = {}
@@ -157,7 +174,7 @@ class SparsePrefill:
                 reported[plan.request_id] = shown
             if left is not None:  # alone: the states of one prompt fit into memory
                 [batch] = self._batches([left], prepared.chunk_work)
-                yield from clock.running(self._compute(batch))
+                yield from clock.running(self.compute_batch(batch))
         return PassReport(
             align_s=prepared.seconds,
             sparse_s=clock.seconds(),
@@ -174,9 +191,10 @@ class SparsePrefill:
             Batch(group, self._block_size, self._device, chunk_work) for group in groups.values()
         ]
 
-    def _compute(self, batch: Batch) -> Chunks[Computed]:
+    @torch.inference_mode()
+    def compute_batch(self, batch: Batch) -> Chunks[Computed]:
         """Run plans of one program, and the draft on what it has computed."""
-        active, state = yield from programs.run(self.runner, batch)
+        active, state = yield from self._run_program(self.runner, batch)
         if self._drafts is not None:
             yield from self._drafts.run(batch, active, state)
         request = batch.tokens.request[active]

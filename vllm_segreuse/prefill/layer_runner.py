@@ -5,26 +5,28 @@ pay to keys of the cache."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from vllm_segreuse.compat.lora_manager import Adapters
+from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.layers import Collected, DecoderStack, LayerInputs, LayerState
-from vllm_segreuse.plan import Gather, ModelLayers
+from vllm_segreuse.plan import Gather, ModelLayers, Stock
 from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.attention import PassAttention, Queries, Watching
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.graphs import CudaGraphs
-from vllm_segreuse.prefill.rows import Execution
+from vllm_segreuse.prefill.rows import EAGER, Execution
 from vllm_segreuse.prefill.states import BoundaryStates
 from vllm_segreuse.prefill.tokens import Index, TokenTable, upload
 
@@ -61,15 +63,29 @@ class PassSettings(NamedTuple):
     compiled: bool = False
 
 
-def model_layers(kinds: list[AttentionKind], sharing: int = 0) -> ModelLayers:
+def model_layers(kinds: list[AttentionKind], sharing: int = 0, is_last: bool = True) -> ModelLayers:
     """The layers of a model, as programs see them.
 
     Args:
         kinds: of those that write KV.
         sharing: how many share it.
+        is_last: whether no other stage writes more of it.
     """
-    scored = [index for index, kind in enumerate(kinds[:-1]) if kind.sees_all]
+    asked = kinds[:-1] if is_last else kinds
+    scored = [index for index, kind in enumerate(asked) if kind.sees_all]
     return ModelLayers(len(kinds), tuple(scored), sharing)
+
+
+class Onward(Protocol):
+    """What takes states to the next pipeline stage."""
+
+    def send_states(self, index: Index, state: LayerState) -> None:
+        """What has left the layers here.
+
+        Args:
+            index: tokens of the batch.
+            state: theirs, which may change as soon as this returns.
+        """
 
 
 class LayerRunner:
@@ -84,17 +100,22 @@ class LayerRunner:
         settings: how they run.
         states: where tokens enter between layers; None: nowhere.
         for_drafts: what drafts are given of each token.
+        stage: which of the model's layers the stack has; None: all. Programs run on the first
+            stage, and count all layers of the model; the others `follow`.
 
     Attributes:
-        stack, attention, settings, states: as given.
+        stack, attention, settings, states, stage: as given.
         known: what is known of the attention of each layer.
         turning_alike: of each layer, the first one whose keys turn as its own do.
         model: the layers, as programs see them.
         layouts: page layout of each layer.
+        own_layers: those that the stack has.
         graphs: by which compiled passes run where one is large enough; set once they are proven.
+        onward: to the next stage; None: nobody is told.
     """
 
     graphs: CudaGraphs | None = None
+    onward: Onward | None = None
 
     def __init__(
         self,
@@ -104,11 +125,16 @@ class LayerRunner:
         settings: PassSettings,
         states: BoundaryStates | None = None,
         for_drafts: ForDrafts = NOTHING,
+        stage: Stage | None = None,
     ) -> None:
         self.stack = stack
+        self.stage = Stage.alone(len(layers)) if stage is None else stage
         self._for_drafts = for_drafts
         self.states = states
-        self.model = model_layers([layer.kind for layer in layers], len(stack.behind))
+        self.own_layers = model_layers(
+            [layer.kind for layer in layers], len(stack.behind), self.stage.is_last
+        )
+        self.model = replace(self.own_layers, count=self.stage.num_layers)
         self.layouts = [layer.layout for layer in layers]
         self.known = layers
         self.turning_alike = [
@@ -118,7 +144,7 @@ class LayerRunner:
         self.settings = settings
 
     def __len__(self) -> int:
-        return len(self.stack)
+        return self.stage.num_layers
 
     def run(
         self,
@@ -134,11 +160,14 @@ class LayerRunner:
 
         Of the model's last layer only keys and values are computed: its output is nobody's input.
         What is returned then is what entered it. Where drafts are given the output, it is computed,
-        and returned.
+        and returned. Layers of other stages are theirs to run, on what is handed on here; what is
+        returned then is that.
         """
         if first == last and state is not None:
             return state
-        whole = last if self._for_drafts.output else min(last, len(self.stack) - 1)
+        hands_on = last > self.stage.stop
+        whole = last if self._for_drafts.output else min(last, len(self) - 1)
+        whole = min(whole, self.stage.stop)
         outputs = Collected(len(tokens), state)
         asked = 0 if watching is None else watching.num_scored
         most = batch.chunk_tokens(self.settings.max_chunk_tokens, last - first + asked)
@@ -155,15 +184,68 @@ class LayerRunner:
                     entering = state.take(part)
                     given = self.stack.inputs(chunk.token_ids, chunk.rotary_positions)
                 output = self._through(first, whole, chunk, given, entering, batch)
-                if whole < last:
+                if hands_on:
+                    self._send(chunk, output, batch)
+                elif whole < last:
                     self.stack.write_kv(whole, given, chunk.slots, output)
-                elif last == len(self.stack):
+                elif last == len(self):
                     made = self.stack.output(chunk.token_ids, chunk.rotary_positions, output)
                     output = LayerState(made, None)
                 outputs.add(part, output)
             scoring = 0 if watching is None else watching.take_work()
             yield len(chunk) * (last - first) + scoring
         return outputs.state
+
+    def _send(self, chunk: TokenTable, state: LayerState, batch: Batch) -> None:
+        if self.onward is not None:
+            self.onward.send_states(batch.index_of(chunk), state)
+
+    def follow(self, index: Index, handed: LayerState, batch: Batch) -> LayerState:
+        """All layers of a later stage on tokens that an earlier one hands on, and further on from
+        here.
+
+        Args:
+            index: the tokens.
+            handed: what the model is given of them; it is spent.
+            batch: the plans.
+
+        Returns:
+            What is handed on; of the last stage, what entered its last layer, or left it where the
+            program is `Stock`.
+        """
+        tokens = batch.tokens.take(index)
+        outputs = Collected(len(tokens))
+        forward = self._stock if isinstance(batch.program, Stock) else self._layers_of_stage
+        for part, chunk in self.attention.parts(tokens, self.settings.max_chunk_tokens):
+            given = self.stack.given(handed.take(part))
+            with given, self.settings.adapters.applied(batch.lora_id, len(chunk)):
+                output = forward(chunk, batch)
+            if not self.stage.is_last:
+                self._send(chunk, output, batch)
+            outputs.add(part, output)
+        return outputs.state
+
+    def _stock(self, chunk: TokenTable, batch: Batch) -> LayerState:
+        with self.attention.stock_context(chunk, batch.block_tables, EAGER):
+            return self._own_forward(chunk)
+
+    def _own_forward(self, chunk: TokenTable) -> LayerState:
+        """The model's own, as far as this stage has it."""
+        if self.stack.hands_on:
+            return self.stack.forward_to_next(chunk.token_ids, chunk.rotary_positions)
+        return LayerState(self.stack.forward(chunk.token_ids, chunk.rotary_positions), None)
+
+    def _layers_of_stage(self, chunk: TokenTable, batch: Batch) -> LayerState:
+        whole = len(self.stack) - self.stage.is_last
+        with (
+            self.attention.forward_context(chunk, batch.block_tables),
+            self.settings.fast_ops.preferred(),
+        ):
+            entered, given = self.stack.embed(chunk.token_ids, chunk.rotary_positions)
+            output = self.stack.run(0, whole, given, entered)
+            if self.stage.is_last:
+                self.stack.write_kv(whole, given, chunk.slots, output)
+        return output
 
     def _through(
         self,
@@ -265,18 +347,33 @@ class LayerRunner:
             size = 0 if graphs is None else graphs.size_for(chunk)
             attending = context(chunk, batch.block_tables, Execution(self.settings.compiled, size))
             with attending, self.settings.adapters.applied(batch.lora_id, len(chunk)):
-                if graphs is not None and size:
-                    hidden_states, entering = graphs.forward(chunk, size)
-                else:
-                    hidden_states, entering = self.stack.forward_for_drafts(
-                        chunk.token_ids, chunk.rotary_positions
-                    )
+                output, entering = self._whole_model(chunk, size)
+            if self.stack.hands_on:
+                self._send(chunk, output, batch)
             for layer, stream in zip(self._for_drafts.entering, entering, strict=True):
                 batch.keep_auxiliary(layer, chunk, stream)
-            outputs.add(part, LayerState(hidden_states, None))
+            outputs.add(part, output)
             scoring = 0 if watching is None else watching.take_work()
             yield len(chunk) * len(self) + scoring
         return outputs.state
+
+    def _whole_model(
+        self, chunk: TokenTable, size: int
+    ) -> tuple[LayerState, Sequence[torch.Tensor]]:
+        """What leaves it, and what enters the layers whose inputs drafts are given.
+
+        Args:
+            size: of the CUDA graph; 0: none.
+        """
+        if self.stack.hands_on:
+            return self._own_forward(chunk), ()
+        if size and self.graphs is not None:
+            hidden_states, entering = self.graphs.forward(chunk, size)
+        else:
+            hidden_states, entering = self.stack.forward_for_drafts(
+                chunk.token_ids, chunk.rotary_positions
+            )
+        return LayerState(hidden_states, None), entering
 
     def up_to_choice(
         self, wanted: Index, computed: Index, last: int, queries: Queries, batch: Batch

@@ -26,6 +26,8 @@ from vllm_segreuse.prefill.checks import Runtime, prove
 from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
 from vllm_segreuse.prefill.feature import WorkerFeature
 from vllm_segreuse.prefill.proofs.graphs import GraphProof
+from vllm_segreuse.prefill.stages.backlog import StageBacklog
+from vllm_segreuse.prefill.stages.link import Link
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,8 +69,8 @@ class WorkerSide:
 
     @property
     def layers(self) -> ModelLayers:
-        """Of the model."""
-        return self.backlog.prefill.layers
+        """Of the model, or of this pipeline stage."""
+        return self.backlog.prefill.own_layers
 
     def facts(self) -> dict[str, Any]:
         """What the scheduler's half of features has to know of the model, by feature."""
@@ -181,13 +183,21 @@ def proven(
     return runtime
 
 
-def backlog_of(prefill: SparsePrefill, vllm_config: VllmConfig, config: ServerOptions) -> Backlog:
-    """What spreads plans over steps as the server's options say."""
-    step_work = config.spread_work(
-        vllm_config.scheduler_config.max_num_batched_tokens,
-        vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
-    )
-    return Backlog(prefill, step_work or 0)
+def backlog_of(
+    prefill: SparsePrefill, vllm_config: VllmConfig, config: ServerOptions, link: Link | None
+) -> Backlog:
+    """What spreads plans over steps as the server's options say.
+
+    Args:
+        link: to other pipeline stages, if there are any.
+    """
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    num_layers = prefill.layers.in_all
+    step_work = config.spread_work(most, num_layers)
+    if link is None:
+        return Backlog(prefill, step_work or 0)
+    share = step_work or most * num_layers
+    return StageBacklog(prefill, share, prefill.runner.stage, link)
 
 
 def _prove_graphs(proof: GraphProof) -> None:

@@ -36,6 +36,7 @@ from vllm_segreuse.plan import (
     BoolArray,
     Halo,
     Pieces,
+    Program,
     Recipe,
     Restoration,
     ReusePlan,
@@ -46,6 +47,7 @@ from vllm_segreuse.scheduling.budget import StepBudget
 from vllm_segreuse.scheduling.fitting import kept_without
 from vllm_segreuse.scheduling.health import Health
 from vllm_segreuse.scheduling.tracked import (
+    BEHIND_FIRST_STAGE,
     IMAGES_IN_DENSE_LAYERS,
     NOTHING_SAVED,
     Bypass,
@@ -69,6 +71,14 @@ class BlockPins(Protocol):
 
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
+
+
+class PipelineStages(Protocol):
+    """What the planner needs to know of pipeline stages, where there are several. Each plan takes
+    several steps then (`prefill/stages/`)."""
+
+    def run(self, program: Program) -> bool:
+        """Whether they run a program."""
 
 
 class _Found(NamedTuple):
@@ -116,6 +126,7 @@ class Planner:
         clock: seconds.
         on_match: called with the seconds each search took.
         tier: where evicted blocks are stored.
+        stages: of a pipeline; None: one worker has all layers.
 
     Attributes:
         enabled: kill switch. Off: no request reuses anything.
@@ -134,6 +145,7 @@ class Planner:
         clock: Callable[[], float],
         on_match: Callable[[float], None],
         tier: SecondTier | None = None,
+        stages: PipelineStages | None = None,
     ) -> None:
         self.enabled, self.observes = True, False
         self._requests = requests
@@ -146,6 +158,7 @@ class Planner:
         self._clock = clock
         self._on_match = on_match
         self._tier: SecondTier = NoTier() if tier is None else tier
+        self._stages = stages
         self._restorations = itertools.count(1)
         self._pending: dict[str, TrackedRequest] = {}
         self._ready: list[TrackedRequest] = []
@@ -413,7 +426,8 @@ class Planner:
     ) -> ReusePlan | None:
         plan = self._make_plan(tracked, found, start, stop)
         if plan is not None:
-            plan.spread = not tracked.is_required and self._is_spread(plan)
+            at_once = tracked.is_required or not self._is_spread(plan)
+            plan.spread = self._stages is not None or not at_once
         return plan
 
     def _make_plan(
@@ -448,6 +462,9 @@ class Planner:
                 others = matches.num_segments - len(pieces.segments(start).first)
                 tracked.decision.num_segments = found.matches.num_segments - others
             recipe = wanted
+            if self._stages is not None and not self._stages.run(recipe.program):
+                tracked.decision.reason = BEHIND_FIRST_STAGE
+                return None
             if images is not None:
                 of_images = images.covers(start, stop)
                 if of_images.any() and recipe.program.dense_layers:

@@ -73,6 +73,7 @@ USUAL = {"matches": 0, **Report._field_defaults}
 
 
 NOTHING_SAVED, IMAGES_IN_DENSE_LAYERS = "nothing_saved", "images_in_dense_layers"
+BEHIND_FIRST_STAGE = "chooses_behind_first_stage"
 """Reasons for which what was found is not reused."""
 
 

@@ -34,6 +34,7 @@ class Shape(NamedTuple):
         chunk_tokens: longest chunk that is wanted.
         whole: whether documents are computed alone, and not cut.
         anchors: what stands for documents; None: they stand for themselves.
+        stages: pipeline stages of the engine.
     """
 
     block_size: int
@@ -41,6 +42,7 @@ class Shape(NamedTuple):
     chunk_tokens: int
     whole: bool = False
     anchors: Anchors | None = None
+    stages: int = 1
 
     def num_anchors(self, num_tokens: int) -> int:
         """Tokens that stand for a document of so many, its start and end token included."""

@@ -542,6 +542,12 @@ class KnowledgeService:
                         "config.json), and cannot read a part of one: add it without keep",
                         f"documents.{i}.keep",
                     )
+                if self._shape.stages > 1:
+                    raise InvalidError(
+                        f"an engine with pipeline_parallel_size={self._shape.stages} does not "
+                        "compress documents: add it without keep",
+                        f"documents.{i}.keep",
+                    )
                 how = CompressionSettings(document.keep, document.scorer or "attention")
             record = DocumentRecord(
                 *(name, document.id, base.context, tokens, document.metadata, ""), compression=how
@@ -655,6 +661,7 @@ async def start_service(
         chunk_tokens=options.knowledge_chunk_tokens,
         whole=isolated is not None,
         anchors=None if isolated is None else isolated.anchors,
+        stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
     store = Store(options.knowledge_path or IN_MEMORY, fingerprint(vllm_config, engine))
     service = KnowledgeService(engine, store, shape, isolated=isolated)

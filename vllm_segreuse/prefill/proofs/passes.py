@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
 from vllm_segreuse.model.layers import UnsupportedModelError
@@ -16,6 +17,7 @@ from vllm_segreuse.plan import (
     BoolArray,
     Boundary,
     Fixed,
+    ModelLayers,
     Pieces,
     Program,
     Recipe,
@@ -50,7 +52,7 @@ def prove_passes(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | No
     Returns:
         The largest deviation of a layer's keys or values, relative to their norm.
     """
-    plans = [_plan_of(scratch, case) for case in programs.proof_cases(len(scratch.stack))]
+    plans = [_plan_of(scratch, case) for case in _cases(scratch.stage)]
     reused = (np.arange(scratch.count) // SHORT_STRETCH) % 2 == 1
     for cut in () if prefill.states is None else prefill.states.cuts:
         plan = plan_of(scratch, reused, Fixed(), 0)
@@ -80,6 +82,16 @@ def prove_compiled(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | 
         _prove("the compiled sparse pass", plans, scratch, prefill, drafted)
     except UnsupportedModelError as error:
         raise RefusedError(f"{error}; start without compiled code: --enforce-eager") from error
+
+
+def _cases(stage: Stage) -> list[ProofCase]:
+    """Of what this stage runs: a program on the first, what that hands on on the others."""
+    cases = programs.proof_cases(stage.num_layers)
+    if stage.count == 1:
+        return cases
+    layers = ModelLayers.of_full_attention(stage.num_layers)
+    most = stage.stop if stage.is_first else 0
+    return [case for case in cases if case.program.layers_before_choice(layers) <= most]
 
 
 def _plan_of(scratch: Scratch, case: ProofCase) -> ReusePlan:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from vllm_segreuse.compat.attention_impl import queries_as_computed, replaced_forward
+from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kernels.reference import attend
 from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
-from vllm_segreuse.model.layers import UnsupportedModelError, in_the_place_of
+from vllm_segreuse.model.layers import LayerState, UnsupportedModelError, in_the_place_of
 from vllm_segreuse.prefill.layer_runner import PassSettings
 from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.tokens import TokenTable
@@ -41,9 +42,11 @@ class Scratch:
         block_size: tokens per block.
         num_blocks: of the KV cache.
         vllm_config: the engine's.
+        stage: of the stack; None: the only one.
 
     Attributes:
-        stack, layouts, block_size: as given.
+        stack, layouts, block_size, stage: as given.
+        entering: what the stage before has made of each token; None: there is none.
         dtype, max_model_len: of the model.
         count: number of the scratch tokens.
         token_ids: int32 `[count]`.
@@ -65,12 +68,15 @@ class Scratch:
         block_size: int,
         num_blocks: int,
         vllm_config: VllmConfig,
+        stage: Stage | None = None,
     ) -> None:
         if num_blocks < 2 * _BLOCKS + 1:
             raise UnsupportedModelError(
                 f"the KV cache has {num_blocks} blocks only; give it more memory"
             )
         self.stack = stack
+        self.stage = Stage.alone(len(stack.attention)) if stage is None else stage
+        self.entering: LayerState | None = None
         self.layouts = layouts
         self._rows = rows
         self._settings = settings
@@ -90,6 +96,13 @@ class Scratch:
         # With the pass's own kernels: the pass is compared, not the rounding of two kernels.
         with self._settings.fast_ops.preferred():
             self._forward(slice(0, self.count), self.own, distance)
+
+    def hand_on(self) -> LayerState:
+        """The same from position 0 on; what the next stage is given of it."""
+        with self._settings.fast_ops.preferred():
+            run = self.stack.forward_to_next
+            state: LayerState = self._forward(slice(0, self.count), self.own, run=run)
+            return state.clone()
 
     def states_for_drafts(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same from position 0 on; what of it drafts may be given."""
@@ -130,7 +143,10 @@ class Scratch:
             slots + positions % self.block_size,
         )
         computing = self._rows.forward_context(tokens, blocks[None])
-        with self._settings.adapters.applied(0, len(tokens)), computing:
+        entering: AbstractContextManager[None] = nullcontext()
+        if self.entering is not None:
+            entering = self.stack.given(self.entering.take(part).clone())
+        with self._settings.adapters.applied(0, len(tokens)), computing, entering:
             return (run or self.stack.forward)(tokens.token_ids, self._rotary(positions) + distance)
 
     def _rotary(self, positions: torch.Tensor) -> torch.Tensor:
