@@ -29,6 +29,7 @@ FEATURES = {
     "lora": "LoRA adapters",
     "tp": "tensor parallelism",
     "ep": "expert parallelism",
+    "pp": "pipeline parallelism",
     "images": "images that were seen before",
     "drafts": "speculative decoding",
     "documents": "models trained on documents computed alone",
