@@ -87,7 +87,7 @@ class Spoiling(Breaking):
     def spoil_on_stage(self, stage: int, blocks: list[int]) -> None:
         """NaN in place of the KV of some blocks, at the layers of one stage."""
         if self.rank == stage:  # type: ignore[attr-defined]
-            side = get_kv_transfer_group().worker_side  # type: ignore[attr-defined]
+            side = get_kv_transfer_group().worker_side
             for layer in side.backlog.prefill.runner.stack.attention:
                 typed_pages(layer)[blocks] = float("nan")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_segreuse.engine.stage import Stage
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.chunks import Chunks
@@ -21,6 +21,7 @@ from vllm_segreuse.prefill.outcomes import Computed
 from vllm_segreuse.prefill.stages import backlog as module
 from vllm_segreuse.prefill.stages.backlog import StageBacklog
 from vllm_segreuse.prefill.stages.link import MessageKind, PlanVerdict, StageMessage
+from vllm_segreuse.prefill.stages.proof import HandedStates
 from vllm_segreuse.prefill.tokens import Index
 
 CPU = torch.device("cpu")
@@ -163,7 +164,7 @@ class Stages:
         return said[0]
 
     def until_idle(self) -> list[set[str]]:
-        done = []
+        done: list[set[str]] = []
         for _ in range(50):
             if all(each.is_empty for each in self.backlogs):
                 return done
@@ -267,3 +268,21 @@ def test_no_plan_is_done_within_its_step() -> None:
     at_once.spread = False
     with pytest.raises(ValueError, match=r"\['a'\] cannot be done within a step"):
         Stages(2).step(at_once)
+
+
+def test_what_a_pass_hands_on_is_compared_with_what_the_model_does() -> None:
+    """By the residual stream: how it is divided is the next layer's to undo."""
+    hidden, residual = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    compared = HandedStates(LayerState(hidden, residual))
+    index = Index.known(np.array([1, 4, 5]), CPU)
+    some = LayerState(hidden, residual).take(index.device)
+    compared.send_states(index, some)
+    compared.send_states(index, LayerState(some.residual, some.hidden_states))
+    assert compared.worst < 1e-6
+    compared.send_states(index, LayerState(1.1 * some.hidden_states, 1.1 * some.residual))
+    compared.send_states(index, some)
+    assert compared.worst == pytest.approx(0.1, rel=0.01)
+    compared.send_states(index, LayerState(some.hidden_states * torch.nan, some.residual))
+    assert compared.worst == float("inf")
+    with pytest.raises(UnsupportedModelError, match="hands on hidden_states to the next pipeline"):
+        compared.send_states(index, LayerState(some.hidden_states, None))

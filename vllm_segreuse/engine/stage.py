@@ -14,13 +14,13 @@ class Stage(NamedTuple):
 
     Attributes:
         number: of the stage, from 0 on.
-        count: how many stages there are.
+        num_stages: how many there are.
         first, stop: its layers, `[first, stop)`.
         num_layers: of the model.
     """
 
     number: int
-    count: int
+    num_stages: int
     first: int
     stop: int
     num_layers: int
@@ -38,7 +38,7 @@ class Stage(NamedTuple):
     @property
     def is_last(self) -> bool:
         """Whether it samples."""
-        return self.number == self.count - 1
+        return self.number == self.num_stages - 1
 
 
 def stage_of(vllm_config: VllmConfig, found: int) -> Stage:

@@ -87,7 +87,7 @@ def prove_compiled(scratch: Scratch, prefill: SparsePrefill, drafted: Scratch | 
 def _cases(stage: Stage) -> list[ProofCase]:
     """Of what this stage runs: a program on the first, what that hands on on the others."""
     cases = programs.proof_cases(stage.num_layers)
-    if stage.count == 1:
+    if stage.num_stages == 1:
         return cases
     layers = ModelLayers.of_full_attention(stage.num_layers)
     most = stage.stop if stage.is_first else 0

@@ -127,7 +127,7 @@ class StageBacklog(Backlog):
                 self._link.send_verdicts(verdicts)
             self._link.end_step()
             if ended:
-                self._ended.append((self._step + self._stage.count, ended, verdicts))
+                self._ended.append((self._step + self._stage.num_stages, ended, verdicts))
             self._step += 1
         return done
 
@@ -229,14 +229,14 @@ class StageBacklog(Backlog):
         return so_far if following.fine is None else so_far.minimum(_of(following.fine))
 
     def _compute(self, following: _UnderWay, message: StageMessage) -> None:
-        assert message.index is not None
+        assert message.tokens is not None
         assert message.state is not None
         runner = self.prefill.runner
         if following.batch is None:  # it is computed again: only that messages come counts
             if not self._stage.is_last:
-                self._link.send_states(message.index, message.state)
+                self._link.send_states(message.tokens, message.state)
             return
-        state = runner.follow(message.index, message.state, following.batch)
+        state = runner.follow(message.tokens, message.state, following.batch)
         fine = runner.is_finite(state).all()
         following.fine = fine if following.fine is None else following.fine & fine
 

@@ -42,13 +42,13 @@ class StageMessage(NamedTuple):
     """From the stage before.
 
     Attributes:
-        index: tokens of the batch, of `STATES`.
+        tokens: of the batch, of `STATES`.
         state: theirs.
         verdict: int32 `[]`, of `PLAN_ENDS`: a `PlanVerdict` of all stages so far.
     """
 
     kind: MessageKind
-    index: Index | None = None
+    tokens: Index | None = None
     state: LayerState | None = None
     verdict: torch.Tensor | None = None
 
