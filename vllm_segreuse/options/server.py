@@ -83,7 +83,7 @@ class ServerOptions(PolicyOptions):
     spread_tokens: Annotated[int | None, tokens_or_null(0, "half of a step")] = None
     """While others run, a request that computes more than so many tokens do at all layers is
     carried out over several steps, that much in each. None: half of `max_num_batched_tokens`; 0:
-    never."""
+    never. With several pipeline stages every request is; then 0 means a whole step's tokens."""
 
     enabled: Annotated[Switch, BeforeValidator(_switch_or_observe)] = True
     """Whether reuse is on when the server starts; the kill switch changes it at run time.
