@@ -128,16 +128,18 @@ def test_of_similar_segments_two_ranks_reject_some(two_ranks: dict[str, list[Ans
         assert answer.report["rejected_tokens"] > 0
 
 
-def run_script(module: str, path: Path) -> tuple[dict[str, list[Answer]], str]:
-    """Runs a module of tests as a script, with a core for each of two ranks.
+def run_script(module: str, path: Path, ranks: int = 2) -> tuple[dict[str, list[Answer]], str]:
+    """Runs a module of tests as a script, whose ranks share two cores.
 
     Args:
         path: where it writes its answers.
+        ranks: of its engine.
 
     Returns:
         These, and all that it wrote besides.
     """
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[1]}"}
+    cores = "|".join(str(CORES[rank % 2]) for rank in range(ranks))
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": cores}
     done = subprocess.run(
         [sys.executable, "-m", module, str(path)],
         cwd=Path(__file__).parents[2],
