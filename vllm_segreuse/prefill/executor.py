@@ -67,7 +67,7 @@ class SparsePrefill:
         layers: the model's decoder layers, run on a batch's tokens.
         aligner: copies and rotates KV, that of drafts, too.
         drafts: computes the KV of a draft; None: nothing drafts that has any.
-        run_program: computes a batch.
+        run_program: computes a batch; None: its program does.
 
     Attributes:
         aligner: as given.
@@ -79,7 +79,7 @@ class SparsePrefill:
         layers: LayerRunner,
         aligner: Aligner,
         drafts: DraftRunner | None = None,
-        run_program: RunProgram = programs.run,
+        run_program: RunProgram | None = None,
     ) -> None:
         self.runner = layers
         self._run_program = run_program
@@ -194,7 +194,8 @@ class SparsePrefill:
     @torch.inference_mode()
     def compute_batch(self, batch: Batch) -> Chunks[Computed]:
         """Run plans of one program, and the draft on what it has computed."""
-        active, state = yield from self._run_program(self.runner, batch)
+        run = self._run_program or programs.run
+        active, state = yield from run(self.runner, batch)
         if self._drafts is not None:
             yield from self._drafts.run(batch, active, state)
         request = batch.tokens.request[active]
