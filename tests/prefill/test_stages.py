@@ -276,6 +276,7 @@ def test_what_a_pass_hands_on_is_compared_with_what_the_model_does() -> None:
     compared = HandedStates(LayerState(hidden, residual))
     index = Index.known(np.array([1, 4, 5]), CPU)
     some = LayerState(hidden, residual).take(index.device)
+    assert some.residual is not None
     compared.send_states(index, some)
     compared.send_states(index, LayerState(some.residual, some.hidden_states))
     assert compared.worst < 1e-6
