@@ -43,7 +43,7 @@ def in_full(decoder: Decoder, prompts: Prompts, example: Example) -> Asked:
     """Full prefill, and its answer."""
     tokens = prompts.prompt(example.documents, example.question)
     room = len(tokens) + ANSWER_TOKENS
-    kv, answer, logits = decoder.empty(room), [], []
+    kv, answer, logits = decoder.empty(room), list[int](), list[torch.Tensor]()
     computed, first = tokens, 0
     while not _has_ended(answer, decoder):
         positions = torch.arange(first, first + len(computed))
