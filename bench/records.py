@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.harness import write_whole
+
+Made = TypeVar("Made")
 
 
 class RecordsError(ValueError):
@@ -94,6 +96,25 @@ def require_commit(
             f"{file} was measured at commit {', '.join(sorted(map(str, others)))}, this is "
             f"{commit}: go on with --resume, or remove the file"
         )
+
+
+def each(file: Path, entries: Iterable[Any], read: Callable[[Any], Made]) -> Iterator[Made]:
+    """Entries of a file, read one by one.
+
+    Args:
+        file: where they are.
+        entries: behind its first line.
+        read: makes something of one.
+
+    Raises:
+        RecordsError: one is no record of this version.
+    """
+    for number, entry in enumerate(entries):
+        try:
+            made = read(entry)
+        except (AttributeError, KeyError, TypeError):
+            raise not_of_this_version(file, number) from None
+        yield made
 
 
 def not_of_this_version(file: Path, number: int) -> RecordsError:

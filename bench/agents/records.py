@@ -43,13 +43,10 @@ class Compared:
         if file is None:
             return
         found = set()
-        for number, entry in enumerate(records.opened(file, "agents", setting)):
-            try:
-                key = (entry["part"], entry["kind"], entry["number"], tuple(entry["arms"]))
-                self._steps[key] = entry["steps"]
-                found.add(entry["commit"])
-            except (KeyError, TypeError):
-                raise records.not_of_this_version(file, number) from None
+        entries = records.opened(file, "agents", setting)
+        for key, steps, its_commit in records.each(file, entries, _of_a_trace):
+            self._steps[key] = steps
+            found.add(its_commit)
         records.require_commit(file, found, commit, any_commit)
         self.commits |= found
 
@@ -67,6 +64,12 @@ class Compared:
         if self._file is not None:
             entry = {"part": part, "kind": trace.kind, "number": trace.number, "arms": names}
             records.append(self._file, entry | {"commit": self._commit, "steps": told})
+
+
+def _of_a_trace(entry: Mapping[str, Any]) -> tuple[Key, list[Any], str | None]:
+    """From a line of a file: whose steps, these, and their commit."""
+    key = (entry["part"], entry["kind"], entry["number"], tuple(entry["arms"]))
+    return key, entry["steps"], entry["commit"]
 
 
 def _key(part: str, trace: Trace, arms: Sequence[Arm]) -> Key:

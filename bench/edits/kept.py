@@ -37,13 +37,9 @@ class Kept:
         self.conversations: set[int] = set()
         self.commits: set[str | None] = set()
         self._file, self._commit = file, commit
-        for number, entry in enumerate(records.opened(file, COMMAND, setting) if file else ()):
-            try:
-                asked = [_read(one) for one in entry["asked"]]
-                self._take(entry["conversation"], entry["commit"], asked)
-            except (TypeError, KeyError):
-                raise records.not_of_this_version(file or Path(), number) from None
         if file:
+            for kept in records.each(file, records.opened(file, COMMAND, setting), _conversation):
+                self._take(*kept)
             records.require_commit(file, self.commits, commit, any_commit=False)
 
     def add(self, conversation: int, asked: Sequence[Asked]) -> None:
@@ -58,6 +54,11 @@ class Kept:
         self.asked += asked
         self.conversations.add(conversation)
         self.commits.add(commit)
+
+
+def _conversation(entry: Mapping[str, Any]) -> tuple[int, str | None, list[Asked]]:
+    """From a line of a file: which one, at which commit, and what was asked."""
+    return entry["conversation"], entry["commit"], [_read(one) for one in entry["asked"]]
 
 
 def _read(entry: Mapping[str, Any]) -> Asked:

@@ -225,12 +225,7 @@ class Records:
         return sum(len(part.arms) for part in known if part not in alike)
 
     def _take(self, file: Path, entries: Iterable[Any], joining: bool = False) -> None:
-        for number, entry in enumerate(entries):
-            try:
-                arms = {name: Outcome(**one) for name, one in entry["arms"].items()}
-                record = Record(**{**entry, "full": Outcome(**entry["full"]), "arms": arms})
-            except (AttributeError, KeyError, TypeError):
-                raise records.not_of_this_version(file, number) from None
+        for record in records.each(file, entries, _record):
             known = self._by_key.get(record.key, [])
             if joining and not all(_same_answer(part.full, record.full) for part in known):
                 task, example, donors = record.key
@@ -239,6 +234,12 @@ class Records:
                     "another file: arms that were measured beside different answers are not joined"
                 )
             self._keep(record)
+
+
+def _record(entry: Mapping[str, Any]) -> Record:
+    """From a line of a file."""
+    arms = {name: Outcome(**one) for name, one in entry["arms"].items()}
+    return Record(**{**entry, "full": Outcome(**entry["full"]), "arms": arms})
 
 
 def _same_answer(one: Outcome, other: Outcome) -> bool:

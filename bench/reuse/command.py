@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     commit = harness.commit()
     file = records.beside(args.json) if args.json else None
     if file is not None:
-        found = _kept(file, records.opened(file, "reuse", setting))
+        found = [*records.each(file, records.opened(file, "reuse", setting), Record.read)]
         records.require_commit(file, {one.commit for one in found}, commit, any_commit=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     laboratory = Laboratory(args.model, args.chooser, args.dtype, chosen, args.most_tokens)
@@ -106,18 +106,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         harness.write_json(args.json, "reuse", where, result)
     return 0 if done else 130
-
-
-def _kept(file: Path, entries: Sequence[Any]) -> list[Any]:
-    from bench.reuse.records import Record
-
-    found = []
-    for number, entry in enumerate(entries):
-        try:
-            found.append(Record.read(entry))
-        except (TypeError, KeyError):
-            raise records.not_of_this_version(file, number) from None
-    return found
 
 
 def _missing(

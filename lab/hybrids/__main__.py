@@ -71,7 +71,7 @@ def run(trained: Sequence[Path], number: int, json: Path | None) -> int:
     found: list[Record] = []
     file = records.beside(json) if json else None
     if file is not None:
-        found = _kept(file, records.opened(file, "hybrids", setting))
+        found = [*records.each(file, records.opened(file, "hybrids", setting), Record.read)]
         commits = {one.commit for one in found}
         records.require_commit(file, commits, where["commit"], any_commit=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -175,16 +175,6 @@ def _of_states(readers: Sequence[Reader], which: str) -> dict[str, float]:
     assert whole is not None
     for name, value in states.costs(readers[0], whole).items():
         found[name] = round(value, 2)
-    return found
-
-
-def _kept(file: Path, entries: Sequence[Any]) -> list[Record]:
-    found = []
-    for number, entry in enumerate(entries):
-        try:
-            found.append(Record.read(entry))
-        except (TypeError, KeyError):
-            raise records.not_of_this_version(file, number) from None
     return found
 
 
