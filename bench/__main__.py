@@ -45,6 +45,7 @@ COMMANDS = {
     "english": ("bench.english.command", "what reuse costs a pretrained model on English text"),
     "reuse": ("bench.reuse.command", "ways to recompute moved KV, in plain torch: no engine"),
     "trace": ("bench.trace.command", "a trace of ids: an estimate, and the engine's own word"),
+    "fleet": ("bench.fleet.command", "a trace of ids: many engines and a router, simulated"),
     "tables": ("bench.tables.command", "the tables of figures in the pages (--check)"),
 }
 

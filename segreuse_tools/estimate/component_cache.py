@@ -72,7 +72,7 @@ class ComponentCache:
 def _run_prefix(cache: Lru, parts: Iterable[PromptPart]) -> int:
     path, known, is_known, name = [], 0, True, 0
     for part in parts:
-        name = _behind(name, part)
+        name = name_behind(name, part)
         path.append((name, part.tokens))
         is_known = is_known and name in cache
         known += part.tokens if is_known else 0
@@ -81,7 +81,8 @@ def _run_prefix(cache: Lru, parts: Iterable[PromptPart]) -> int:
     return known
 
 
-def _behind(name: int, part: PromptPart) -> int:
+def name_behind(name: int, part: PromptPart) -> int:
+    """Name of a part and of all in front of it, which `name` stands for; 0: nothing is."""
     return hash((name, part.id))
 
 
@@ -96,11 +97,11 @@ def _reordered(cache: Lru, parts: tuple[PromptPart, ...]) -> Iterator[PromptPart
                 continue
             following, left = left, []
             while following:
-                known = (it for it in following if _behind(name, it) in cache)
+                known = (it for it in following if name_behind(name, it) in cache)
                 chosen = next(known, None) or min(following)
                 following.remove(chosen)
-                name = _behind(name, chosen)
+                name = name_behind(name, chosen)
                 yield chosen
         else:
-            name = _behind(name, part)
+            name = name_behind(name, part)
             yield part

@@ -226,12 +226,12 @@ class _Size:
         sums.whole_prefix += prefix
         sums.whole_reordered += reordered
         sums.whole_anywhere += sum(part.tokens for part, it in zip(parts, known, strict=True) if it)
-        reused, segments = _segments(parts, known, min(prefix, count - 1))
+        reused, segments = known_segments(parts, known, min(prefix, count - 1))
         (left,) = self._bound.of_segments(reused, segments, count - min(prefix, count - 1)).values()
         sums.whole_computed += left.computed
 
 
-def _segments(
+def known_segments(
     parts: tuple[PromptPart, ...], known: Sequence[bool], start: int
 ) -> tuple[BoolArray, Segments]:
     """Tokens behind the prefix, but the last, of components that are known, `LOST_TOKENS` fewer of
