@@ -44,8 +44,8 @@ LOADED: tuple[Arm, ...] = (
 AT_SCALE: tuple[Arm, ...] = (
     *((PREFIX, by) for by in ("least_busy", "prefix")),
     *(("shift", by) for by in ("least_busy", "hash", "documents")),
-    ("focus", "documents"),
 )
+"""Of fleets of hundreds, which take minutes each."""
 BASE: Arm = (PREFIX, "least_busy")
 VARIED: tuple[Arm, ...] = (BASE, ("shift", "documents"))
 FAILING: tuple[Arm, ...] = (BASE, ("shift", "hash"), ("shift", "documents"))
