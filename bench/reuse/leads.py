@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from bench.reuse.decoder import Carry, Side
 from bench.reuse.scene import Answered, Scene
-from vllm_segreuse.kernels.pages import Share
 from vllm_segreuse.policies.focus import LEVELLING
-from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT
+from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT, Share, taking_part
 from vllm_segreuse.prefill.selection import BEGINNING
 
 Lead = Callable[[Scene, int], Answered]
@@ -183,25 +183,20 @@ def _default(scene: Scene, number: int) -> Answered:
 
 
 def _carry(scene: Scene, chosen: torch.Tensor, shares: Sequence[Share | None]) -> Carry:
-    document = torch.zeros(len(scene.asked.tokens), dtype=torch.int64)
-    for i, (first, stop) in enumerate(scene.asked.documents, 1):
-        document[first:stop] = i
-    others = scene.is_document.clone()
-    others[chosen] = False
-    positions = others.nonzero()[:, 0]
-    behind = torch.searchsorted(chosen, positions)
+    documents = np.full(len(scene.asked.tokens), -1)
+    for i, (first, stop) in enumerate(scene.asked.documents):
+        documents[first:stop] = i
     sides = []
-    for rows, values, keys in zip((behind - 1, behind), shares[::2], shares[1::2], strict=True):
-        if not len(chosen) or values is None:
+    both = taking_part(documents, chosen.numpy())
+    for takers, values, keys in zip(both, shares[::2], shares[1::2], strict=True):
+        if values is None:
             continue
-        nearest = chosen[rows.clamp(0, len(chosen) - 1)]
-        within = (rows >= 0) & (rows < len(chosen))
-        within &= document[nearest] == document[positions]
-        distances = positions - nearest
-        of_keys = None if keys is None else keys.at(distances.abs())
-        rows = torch.where(within, rows, -1)
-        sides.append(Side(rows, distances, values.at(distances.abs()), of_keys))
-    return Carry(chosen, positions, sides)
+        of_parts = (
+            None if share is None else torch.from_numpy(share.at(takers.distances))
+            for share in (values, keys)
+        )
+        sides.append(Side(*map(torch.from_numpy, takers), *of_parts))
+    return Carry(chosen, sides)
 
 
 def scaled(factor: float) -> Lead:

@@ -267,7 +267,6 @@ class World:
             reference.sparse_attention if scattered else None,
             None,
             "reference",
-            carry=reference.carry,
         )
         rows_only = dataclasses.replace(kernels, sparse_attention=None)
         kv = [

@@ -15,20 +15,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_segreuse.kernels.page_tokens import pick_tokens
-from vllm_segreuse.kernels.pages import Carried, Share
+from vllm_segreuse.kernels.page_tokens import pick_tokens, write_tokens
+from vllm_segreuse.kernels.pages import Part
+from vllm_segreuse.kernels.reference import rotate
 from vllm_segreuse.model import token_kv
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill.attention import Watching
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.tokens import Index, upload
+
+
+class Share(NamedTuple):
+    """Of a token's change, what its neighbours take part in.
+
+    Attributes:
+        common: at any distance.
+        near: what is added right beside it, and fades.
+        reach: in how many tokens, to a third (1 / e).
+    """
+
+    common: float
+    near: float
+    reach: float
+
+    def at(self, distances: np.ndarray) -> np.ndarray:
+        """Of tokens so far away, float32."""
+        fading = np.exp(-np.abs(distances) / self.reach)
+        return (self.common + self.near * fading).astype(np.float32)
 
 
 class KvShares(NamedTuple):
@@ -38,20 +57,55 @@ class KvShares(NamedTuple):
     values: Share
 
 
-FROM_THE_FRONT = KvShares(keys=Share(0.34, 0.36, 10.0), values=Share(0.18, 0.45, 5.0))
+FROM_THE_FRONT = KvShares(keys=Share(0.17, 0.18, 10.0), values=Share(0.09, 0.22, 5.0))
 """Of the nearest recomputed token in front."""
-FROM_BEHIND = KvShares(keys=Share(0.34, 0.12, 8.0), values=Share(0.14, 0.22, 4.0))
-"""Of the nearest one behind. Both were chosen on tuning seeds of Qwen2.5-Coder 0.5B, by divergence;
-the shares that a regression of such changes gives are smaller."""
+FROM_BEHIND = KvShares(keys=Share(0.17, 0.06, 8.0), values=Share(0.07, 0.11, 4.0))
+"""Of the nearest one behind. Chosen on tuning seeds of two models, by divergence along the
+answer: of twice as much, the first token is as near, and what an answer copies further off."""
 
 
 def carries(layers: LayerRunner, batch: Batch) -> bool:
-    """Whether changes of these plans are carried: at every layer, or at none if one has no kernel
-    for it. Latent vectors are keys and values at once; and beside images, tokens turn by other
-    numbers than their distance."""
+    """Whether changes of these plans are carried. Latent vectors are keys and values at once; and
+    beside images, tokens turn by other numbers than their distance."""
     latent = any(map(token_kv.is_latent, layers.stack.attention))
-    able = all(layer.kernels.carry is not None for layer in layers.known)
-    return able and not latent and batch.tokens.mrope_positions is None
+    return not latent and batch.tokens.mrope_positions is None
+
+
+class Takers(NamedTuple):
+    """Tokens that take part in the change of one recomputed token each, ascending.
+
+    Attributes:
+        tokens: which of all, int64 `[takers]`.
+        rows: which of the recomputed ones, int64 `[takers]`.
+        distances: from it, below 0 in front of it, int64 `[takers]`.
+    """
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    distances: np.ndarray
+
+
+def taking_part(runs: np.ndarray, computed: np.ndarray) -> tuple[Takers, Takers]:
+    """Who takes part in the change of the nearest recomputed token of the segment in front, and who
+    in that of the nearest behind.
+
+    Args:
+        runs: of each token, the number of its segment; -1: of none, int64 `[tokens]`.
+        computed: the tokens that are recomputed, ascending, int64 `[computed]`.
+    """
+    others = np.setdiff1d(np.flatnonzero(runs >= 0), computed, assume_unique=True)
+    behind = np.searchsorted(computed, others)
+    padded = np.append(computed, -1)  # of no segment, in front of the first and behind the last
+    return _of_one_run(runs, others, behind - 1, padded), _of_one_run(runs, others, behind, padded)
+
+
+def _of_one_run(
+    runs: np.ndarray, tokens: np.ndarray, rows: np.ndarray, computed: np.ndarray
+) -> Takers:
+    nearest = computed[rows]
+    there = (nearest >= 0) & (runs[nearest] == runs[tokens])
+    tokens, rows, nearest = tokens[there], rows[there], nearest[there]
+    return Takers(tokens, rows, tokens - nearest)
 
 
 class CarriedChanges(Watching):
@@ -64,50 +118,22 @@ class CarriedChanges(Watching):
     Args:
         layers: of the model.
         batch: the plans; tokens that may be chosen, and are not computed, take part.
-        computed: what is about to be recomputed, ascending.
+        computed: what is about to be recomputed, ascending. The host waits for it.
     """
 
     def __init__(self, layers: LayerRunner, batch: Batch, computed: Index) -> None:
         self._layers = layers.known[:-1]
         super().__init__([layer.attention for layer in self._layers])
-        device = computed.device.device
         runs = batch.runs_of_candidates
-        where = upload(np.flatnonzero(runs >= 0), device)
+        self._slots = batch.tokens.slots
+        self._computed = self._slots[computed.device]
+        both = taking_part(runs, computed.device.cpu().numpy())
+        self._sides = list(zip(both, (FROM_THE_FRONT, FROM_BEHIND), strict=True))
         self._longest = int(np.bincount(runs[runs >= 0], minlength=1).max())
-        behind = torch.searchsorted(computed.device, where, right=True)
-        run = upload(runs, device)
-        is_computed = computed.device[(behind - 1).clamp_min(0)] == where
-        self._sides = [
-            self._side(where, computed.device, nearest, is_computed, run, shares)
-            for nearest, shares in ((behind - 1, FROM_THE_FRONT), (behind, FROM_BEHIND))
-        ]
-        self._slots = batch.tokens.slots[where]
-        self._computed = batch.tokens.slots[computed.device]
         self._turning_alike = layers.turning_alike
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._of_chunk: dict[int, list[Carried]] = {}
-        self._first = self._moved = _read(self._layers[0], self._computed)
-
-    def _side(
-        self,
-        where: torch.Tensor,
-        computed: torch.Tensor,
-        nearest: torch.Tensor,
-        is_computed: torch.Tensor,
-        run: torch.Tensor,
-        shares: KvShares,
-    ) -> _Side:
-        """Of all tokens `where`, the nearest recomputed one on one side, if it is of their run, and
-        they are not recomputed themselves."""
-        there = computed[nearest.clamp(0, len(computed) - 1)]
-        is_there = (nearest >= 0) & (nearest < len(computed)) & (run[where] == run[there])
-        is_there &= ~is_computed
-        distance = torch.where(is_there, where - there, 0)
-        return _Side(
-            rows=torch.where(is_there, nearest, -1),
-            distances=distance + self._longest - 1,
-            shares=torch.stack([share.at(distance.abs()) for share in shares]),
-        )
+        self._first = self._held = _read(self._layers[0], self._computed)
+        self._chunk, self._taking = slice(0, 0), list[_Taking]()
 
     @contextmanager
     def of(self, layer: torch.nn.Module, query: torch.Tensor) -> Iterator[None]:
@@ -116,67 +142,79 @@ class CarriedChanges(Watching):
         if found is None:
             yield
             return
-        number, chunk = found
+        number, rows = found
         if number == 0:
-            self._of_chunk.clear()
-            self._moved = [part[chunk] for part in self._first]
-        known = self._layers[number]
-        assert known.kernels.carry is not None  # or `carries` had said no
-        # Both as they are stored: what has not changed must not differ by its rounding.
-        for carried in self._carried(number, chunk):
-            known.kernels.carry(known.pages, known.parts, self._moved, carried)
+            self._chunk = rows
+            self._taking = [self._taking_in(rows, *side) for side in self._sides]
+            self._held = [part[rows] for part in self._first]
+        self._carry(number)
         if number + 1 < len(self._layers):
-            self._moved = _read(self._layers[number + 1], self._computed[chunk])
+            self._held = _read(self._layers[number + 1], self._computed[rows])
         yield
 
-    def _carried(self, number: int, chunk: slice) -> list[Carried]:
-        """Who takes part in the changes of a chunk's tokens: the same at layers that turn alike."""
-        number = self._turning_alike[number]
-        if number not in self._of_chunk:
-            self._of_chunk[number] = [
-                Carried(
-                    self._computed[chunk],
-                    self._slots,
-                    side.rows_in(chunk),
-                    side.distances,
-                    side.shares,
-                    *self._turns(number),
-                )
-                for side in self._sides
-            ]
-        return self._of_chunk[number]
+    def _taking_in(self, rows: slice, takers: Takers, shares: KvShares) -> _Taking:
+        """Who takes part in the changes of these recomputed tokens."""
+        whose = slice(*np.searchsorted(takers.rows, [rows.start, rows.stop]).tolist())
+        device, distances = self._slots.device, takers.distances[whose]
+        return _Taking(
+            self._slots[upload(takers.tokens[whose], device)],
+            upload(takers.rows[whose] - rows.start, device),
+            upload(distances + self._longest - 1, device),
+            [upload(share.at(distances), device)[:, None, None] for share in shares],
+        )
+
+    def _carry(self, number: int) -> None:
+        """Have tokens take part in the changes of this chunk at a layer."""
+        layer = self._layers[number]
+        # Both as they are stored: what has not changed must not differ by its rounding.
+        stored = _read(layer, self._computed[self._chunk])
+        for i, part in enumerate(layer.parts):
+            change = stored[i].float() - self._held[i].float()
+            for taking in self._taking:
+                taken = change[taking.rows] * taking.shares[i]
+                if part.rotation is not None:
+                    cos, sin = self._turns(number)
+                    turns = cos[taking.distances], sin[taking.distances]
+                    taken = rotate(taken, part.rotation, *turns)
+                _add(layer.pages, part, taking.slots, taken)
 
     def _turns(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """By how much changes of a layer's keys turn on their way, from the farthest token in front
         to the farthest behind: cosine and sine `[2 * longest - 1, pairs]`."""
+        number = self._turning_alike[number]
         if number not in self._tables:
-            rope, device = self._layers[number].rope, self._slots.device
-            distances = torch.arange(1 - self._longest, self._longest, device=device)
-            none = torch.zeros(len(distances), 0, device=device)
-            self._tables[number] = (none, none) if rope is None else rope.tables(distances)
+            rope = self._layers[number].rope
+            assert rope is not None
+            distances = torch.arange(1 - self._longest, self._longest, device=self._slots.device)
+            self._tables[number] = rope.tables(distances)
         return self._tables[number]
 
 
-@dataclass(frozen=True)
-class _Side:
-    """The nearest recomputed tokens on one side.
+class _Taking(NamedTuple):
+    """Of a chunk, the tokens that take part in its changes from one side.
 
     Attributes:
-        rows: int64 `[tokens]`; -1: there is none.
-        distances: as `Carried` has them, int64 `[tokens]`.
-        shares: of the change of keys and of values, float32 `[2, tokens]`.
+        slots: of the tokens, int64 `[takers]`.
+        rows: of the chunk's tokens, int64 `[takers]`.
+        distances: rows of the tables of turns, int64 `[takers]`.
+        shares: of keys and of values, float32 `[takers, 1, 1]` each.
     """
 
+    slots: torch.Tensor
     rows: torch.Tensor
     distances: torch.Tensor
-    shares: torch.Tensor
-
-    def rows_in(self, chunk: slice) -> torch.Tensor:
-        """Of a chunk's tokens, counted from its first."""
-        inside = (self.rows >= chunk.start) & (self.rows < chunk.stop)
-        return torch.where(inside, self.rows - chunk.start, -1)
+    shares: list[torch.Tensor]
 
 
 def _read(layer: LayerKv, slots: torch.Tensor) -> list[torch.Tensor]:
     """Keys and values at these slots."""
     return [pick_tokens(layer.pages, part.strides, slots) for part in layer.parts]
+
+
+def _add(pages: torch.Tensor, part: Part, slots: torch.Tensor, more: torch.Tensor) -> None:
+    """Add to tokens, in float32, rounded once; fp8 saturates."""
+    sums = pick_tokens(pages, part.strides, slots).float() + more
+    if pages.dtype.itemsize == 1:
+        largest = torch.finfo(pages.dtype).max
+        sums = sums.clamp(-largest, largest)
+    write_tokens(pages, part.strides, slots, sums.to(pages.dtype))
