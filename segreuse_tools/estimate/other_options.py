@@ -6,8 +6,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from segreuse_extras.conversations.options import ConversationOptions
 from segreuse_extras.similar.options import SimilarServer
-from vllm_segreuse.features.conversations.options import ConversationOptions
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import for_similar
