@@ -124,7 +124,7 @@ def tier_options() -> str:
 
 def beside_options() -> str:
     """Keys of the server's option `beside`."""
-    from vllm_segreuse.features.transfer.options import BesideOptions
+    from segreuse_extras.transfer.options import BesideOptions
 
     return _options(BesideOptions)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segreuse_extras.compressed.finder import CopyFinder, NamedFinder, PartsFinder
+from segreuse_extras.copies import outside, rows, within
 from tests.cache.test_frozen import Pool, order
-from vllm_segreuse.cache.copies import outside, rows, within
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt

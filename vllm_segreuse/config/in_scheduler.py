@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.compat import kv_cache_manager, triton_dispatcher
 from vllm_segreuse.compat.block_events import Naming
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-
-FORGOTTEN_PER_BLOCK = 4
-"""Blocks that no longer donate are remembered, for each that there is: 36 bytes."""
 
 
 def scheduler_side(
@@ -74,7 +70,6 @@ def scheduler_side(
     making = Making(
         core,
         ContentFinder(core.index, config.max_provenance_depth),
-        Forgotten(core.index, core.namespaces, FORGOTTEN_PER_BLOCK * core.num_blocks),
         None if region is None else start_tier(core, options, region),
         layout,
     )
@@ -106,7 +101,6 @@ def _parts(making: Making, features: Features) -> Parts:
         core.requests,
         core.config.max_provenance_depth,
         core.health,
-        making.forgotten,
         [follower for feature in features for follower in feature.followers],
     )
     budget = StepBudget(_step_tokens(core))

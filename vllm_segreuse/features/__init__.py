@@ -8,6 +8,8 @@
     worker.py       its half in a worker (`prefill/feature.py`); only this may import torch
     api.py          routes of the administrator
     front.py        its half in an API server (`serve/front.py`)
+    launch.py       a connector in the place of ours (`config/launch.py`): its `CONNECTOR`, the
+                    engine's role, and an engine's configuration completed for it
 
 A folder has those of these files that the feature needs. To add a feature, add its folder, and its
 name to `FEATURES`. The folders are here, and in `segreuse_extras/`, which the rest of this package
@@ -25,14 +27,14 @@ FEATURES = (
     "segreuse_extras.audit",
     "segreuse_extras.trained",
     "segreuse_extras.compressed",
-    "vllm_segreuse.features.images",
+    "segreuse_extras.images",
     "segreuse_extras.similar",
     "segreuse_extras.conversations",
     "segreuse_extras.context",
     "segreuse_extras.coalescing",
     "segreuse_extras.healing",
     "vllm_segreuse.features.tier",
-    "vllm_segreuse.features.transfer",
+    "segreuse_extras.transfer",
     "vllm_segreuse.features.pipeline",
     "segreuse_extras.explain",
     "segreuse_extras.tracing",
