@@ -8,6 +8,7 @@
     worker.py       its half in a worker (`prefill/feature.py`); only this may import torch
     api.py          routes of the administrator
     front.py        its half in an API server (`serve/front.py`)
+    stages.py       what binds a worker to other pipeline stages (`prefill/feature.py`)
     launch.py       a connector in the place of ours (`config/launch.py`): its `CONNECTOR`, the
                     engine's role, and an engine's configuration completed for it
 
@@ -35,7 +36,7 @@ FEATURES = (
     "segreuse_extras.healing",
     "vllm_segreuse.features.tier",
     "segreuse_extras.transfer",
-    "vllm_segreuse.features.pipeline",
+    "segreuse_extras.pipeline",
     "segreuse_extras.explain",
     "segreuse_extras.tracing",
     "segreuse_extras.viewer",

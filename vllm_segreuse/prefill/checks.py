@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from vllm.config import CompilationMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -37,6 +36,7 @@ from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.drafts import DraftRunner
 from vllm_segreuse.prefill.executor import SparsePrefill
+from vllm_segreuse.prefill.feature import OtherStages
 from vllm_segreuse.prefill.layer_runner import (
     NOTHING,
     LayerRunner,
@@ -57,18 +57,14 @@ from vllm_segreuse.prefill.proofs.images import prove_images
 from vllm_segreuse.prefill.proofs.long_contexts import prove_long_contexts
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import (
-    allowed_deviation,
     prove_compiled,
     prove_passes,
-    require_equal,
     warm_up,
 )
 from vllm_segreuse.prefill.proofs.rotations import check_rotated_channels, prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch, count_and_distance
 from vllm_segreuse.prefill.rows import MOST_DECODES, RowBuilder
-from vllm_segreuse.prefill.stages.link import Link
-from vllm_segreuse.prefill.stages.proof import Following, HandedStates, exchange
 from vllm_segreuse.prefill.states import BoundaryStates
 
 if TYPE_CHECKING:
@@ -87,7 +83,6 @@ class Runtime:
         merge_size: patches of an image per token in a row, and in a column; None: images are not
             reused (`proofs/images.py`).
         graphs: proves CUDA graphs, once they are captured; None: passes run by none.
-        link: to the other pipeline stages; None: there are none.
     """
 
     prefill: SparsePrefill
@@ -95,7 +90,6 @@ class Runtime:
     kernels: str
     merge_size: int | None
     graphs: GraphProof | None
-    link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +179,7 @@ def prove(
     cuts: Sequence[int] = (),
     codec: Codec = Codec.RAW,
     drafter: Any | None = None,
+    stages: OtherStages | None = None,
 ) -> Runtime:
     """Build the sparse pass for a loaded model and prove it, on scratch blocks of the empty cache.
 
@@ -195,24 +190,19 @@ def prove(
         cuts: layers whose inputs are kept from here on.
         codec: of the second tier.
         drafter: vLLM's proposer of a draft that has KV; None: there is none.
+        stages: the other pipeline stages; None: there are none.
 
     Raises:
         RefusedError: naming the layer or the property that could not be proven.
     """
     _check_drafter(vllm_config, drafter)
-    link = None
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        # Before anything can fail: all ranks take part. After that no stage waits for a later one,
-        # and vLLM hears of errors in the order of ranks.
-        link = Link(torch.device(vllm_config.device_config.device))
     structure = read_structure(model, vllm_config, kv_cache_config, drafter)
     try:
-        parts = _build(model, structure, vllm_config, kv_cache_config, cuts, codec, link)
-        if link is not None:
-            prefill, max_deviation = _prove_stage(parts, link)
-            return Runtime(prefill, max_deviation, structure.description, None, None, link)
+        parts = _build(model, structure, vllm_config, kv_cache_config, cuts, codec, stages)
+        if stages is not None:
+            return Runtime(*stages.proven(parts), structure.description, None, None)
         prefill = SparsePrefill(parts.layers(), parts.aligner, parts.draft_runner)
-        max_deviation = _prove(parts, prefill)
+        max_deviation = prove_parts(parts, prefill)
         merge_size = prove_images(model, vllm_config.model_config, parts.scratch, prefill)
         graphs = None
         if may_run_compiled(vllm_config) and not structure.stack.behind:
@@ -227,7 +217,7 @@ def prove(
 
 
 @dataclass(frozen=True)
-class _Parts:
+class PassParts:
     """What the sparse pass of a model is built of, and proven on.
 
     Attributes:
@@ -287,8 +277,8 @@ def _build(
     kv_cache_config: KVCacheConfig,
     cuts: Sequence[int],
     codec: Codec,
-    link: Link | None,
-) -> _Parts:
+    stages: OtherStages | None,
+) -> PassParts:
     """The parts of the pass. Rotations are proven on the way: layers are known by them."""
     group, stack, layouts = structure.group, structure.stack, structure.layouts
     most_rows = most_rows_of(vllm_config, structure.kernels)
@@ -307,10 +297,7 @@ def _build(
         vllm_config,
         structure.stage,
     )
-    handed = None
-    if link is not None:
-        link.sample = stack.sample_of_handed(scratch.dtype, stack.attention[0].kv_cache.device)
-        handed = exchange(scratch, link)
+    handed = None if stages is None else stages.exchange(scratch)
     # From here on: the model's own forward leaves them, too.
     states = _boundary_states(stack, cuts, group.block_size, kv_cache_config, vllm_config)
     ropes = prove_rotations(scratch, [] if stack.takes_positions else of_transformers(model))
@@ -322,7 +309,7 @@ def _build(
     drafted = None
     if structure.draft is not None:
         drafted = DraftProof(structure.draft, scratch, group, adapters, vllm_config)
-    return _Parts(
+    return PassParts(
         structure=structure,
         scratch=scratch,
         rows=rows,
@@ -337,7 +324,7 @@ def _build(
     )
 
 
-def _prove(parts: _Parts, prefill: SparsePrefill) -> float:
+def prove_parts(parts: PassParts, prefill: SparsePrefill) -> float:
     """What moves tokens, what scores them, and what computes them, on text and eagerly.
 
     Returns:
@@ -358,29 +345,6 @@ def _prove(parts: _Parts, prefill: SparsePrefill) -> float:
             warm_up(scratch, prefill)
     prove_long_contexts(parts.kv, scratch.dtype)
     return max_deviation
-
-
-def _prove_stage(parts: _Parts, link: Link) -> tuple[SparsePrefill, float]:
-    """The same of one of several pipeline stages, and what it hands on.
-
-    Returns:
-        The pass, whose states go to the next stage from here on; and the largest deviation.
-    """
-    layers, stage = parts.layers(), parts.structure.stage
-    prefill = SparsePrefill(layers, parts.aligner)
-    if not stage.is_first:
-        prefill = SparsePrefill(layers, parts.aligner, run_program=Following(parts.scratch))
-    if parts.handed is None:
-        return prefill, _prove(parts, prefill)
-    compared = layers.onward = HandedStates(parts.handed)
-    deviation = _prove(parts, prefill)
-    require_equal(
-        "what a pass hands to the next pipeline stage",
-        compared.worst,
-        allowed_deviation(parts.scratch),
-    )
-    layers.onward = link
-    return prefill, max(deviation, compared.worst)
 
 
 def _check_drafter(vllm_config: VllmConfig, drafter: Any | None) -> None:

@@ -75,7 +75,7 @@ class BlockPins(Protocol):
 
 class PipelineStages(Protocol):
     """What the planner needs to know of pipeline stages, where there are several. Each plan takes
-    several steps then (`prefill/stages/`)."""
+    several steps then (`segreuse_extras/pipeline/`)."""
 
     def run(self, program: Program) -> bool:
         """Whether they run a program."""
