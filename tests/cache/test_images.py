@@ -5,9 +5,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segreuse_extras.images import ids as module
 from segreuse_extras.images.finder import ImageFinder
 from segreuse_extras.images.ids import ImageIds, ImageKey
-from vllm_segreuse.cache import images as module
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.images import PromptImages
 from vllm_segreuse.cache.matcher import Matches
