@@ -20,7 +20,7 @@ from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier import worker as tier_module
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.plan import ModelLayers, TierOrders
 from vllm_segreuse.prefill import worker as module
 from vllm_segreuse.prefill.executor import PassReport

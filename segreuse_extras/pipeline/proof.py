@@ -8,7 +8,8 @@ import math
 import torch
 
 from segreuse_extras.pipeline.link import Link
-from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner

@@ -10,7 +10,7 @@ import torch
 from segreuse_extras.pipeline.backlog import StageBacklog
 from segreuse_extras.pipeline.link import Link
 from segreuse_extras.pipeline.proof import Following, HandedStates, exchange
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import PassParts, prove_parts
 from vllm_segreuse.prefill.executor import SparsePrefill

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from bench.integrity import check_integrity
 from bench.shapes import SHAPES, make_model
 from tests.parts import parts_of
 from tests.reports import Whole
@@ -119,7 +120,7 @@ class Engine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still held"
         assert all(b.ref_cnt == 0 for b in pool.blocks if not b.is_null)
         if self.index is not None:
-            self.index.check_integrity()
+            check_integrity(self.index)
             assert all(b.block_hash is not None for b in pool.blocks if b.block_id in self.index)
 
 

@@ -16,7 +16,8 @@ from segreuse_extras.pipeline.backlog import StageBacklog
 from segreuse_extras.pipeline.link import MessageKind, PlanVerdict, StageMessage
 from segreuse_extras.pipeline.proof import HandedStates
 from vllm_segreuse.engine.stage import Stage
-from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.chunks import Chunks

@@ -28,7 +28,9 @@ from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import check_format, typed_pages
 from vllm_segreuse.model.kv_layout import PageLayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import DecoderStack, LayerState, UnsupportedModelError
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
 from vllm_segreuse.model.rope import DeltaRope, RopeError, of_transformers
 from vllm_segreuse.plan import ModelLayers

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import Message, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog

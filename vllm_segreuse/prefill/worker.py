@@ -18,7 +18,7 @@ from vllm_segreuse.compat.model_runner import (
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog

@@ -172,20 +172,6 @@ class KeptEntries:
         held = self.held()
         return self.release([name for name in self._entries if name not in held])
 
-    def check_integrity(self) -> None:
-        """AssertionError with what is wrong. For tests."""
-        for name, entry in self._entries.items():
-            assert entry.keys == {key for part in entry.parts if part for key in part}, name
-            places = [self.place(key) for key in entry.keys]
-            assert entry.num_here == sum(map(any, places)), name
-            assert entry.num_on_host == sum(on_host for on_host, _ in places), name
-        owners: dict[bytes, set[str]] = {}
-        for name, entry in self._entries.items():
-            for key in entry.keys:
-                owners.setdefault(key, set()).add(name)
-        assert owners == self._owners, "records do not know their entries"
-        assert self._places.keys() <= self._owners.keys(), "a record of nobody has a place"
-
     def _put(self, name: str, part: int, parts: int, keys: Sequence[bytes]) -> None:
         entry = self._entries.setdefault(name, _RetainedEntry([None] * parts))
         entry.parts[part] = tuple(keys)
