@@ -12,7 +12,7 @@ from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import for_similar
 from vllm_segreuse.policies import WITHOUT_CHOICE
-from vllm_segreuse.scheduling.planner import least_work
+from vllm_segreuse.scheduling.plan_maker import least_work
 
 if TYPE_CHECKING:
     from vllm_segreuse.plan import IntArray, ReusePlan

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,22 +25,7 @@ from vllm_segreuse.plan import FreezeOrder, IntArray
 
 if TYPE_CHECKING:  # API servers do without numba, which it loads
     from vllm_segreuse.cache.rolling_hash import HashArray
-
-
-class BlockReferences(Protocol):
-    """What the frozen pool needs of the block pool."""
-
-    def pin(self, block_ids: list[int]) -> None:
-        """Take a reference on each block."""
-
-    def unpin(self, block_ids: list[int]) -> None:
-        """Release a reference on each block."""
-
-    def references(self, block_id: int) -> int:
-        """References on a block, whoever holds them."""
-
-    def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+    from vllm_segreuse.compat.block_pool import SegmentBlockPool
 
 
 class FrozenPart(NamedTuple):
@@ -128,7 +113,7 @@ class FrozenPool:
 
     def __init__(
         self,
-        blocks: BlockReferences,
+        blocks: SegmentBlockPool,
         namespaces: NamespaceTable,
         num_blocks: int,
         limit: int,
