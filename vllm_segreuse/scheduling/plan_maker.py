@@ -37,7 +37,7 @@ from vllm_segreuse.scheduling.tracked import (
 )
 
 
-class Found(NamedTuple):
+class FoundPieces(NamedTuple):
     """What a plan is made of.
 
     Attributes:
@@ -58,7 +58,7 @@ class Found(NamedTuple):
         """What is behind them."""
         return keeping(self.matches, ~self._is_exact)
 
-    def alone(self) -> Found:
+    def alone(self) -> FoundPieces:
         """Without what is behind them."""
         pieces = self.restored
         return self._replace(matches=Matches(pieces, pieces.num_tokens, int(len(pieces) > 0), 0))
@@ -80,7 +80,7 @@ class PlanMaker:
         self._restorations = itertools.count(1)
 
     def make(
-        self, tracked: TrackedRequest, found: Found, begin: int, stop: int
+        self, tracked: TrackedRequest, found: FoundPieces, begin: int, stop: int
     ) -> ReusePlan | None:
         """The plan of a request; None, with the reason noted: there is none by its policy."""
         start, matches, tokens = found.exact_until, found.others, tracked.prompt.tokens

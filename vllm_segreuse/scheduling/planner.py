@@ -35,7 +35,7 @@ from vllm_segreuse.plan import (
 from vllm_segreuse.scheduling.budget import StepBudget
 from vllm_segreuse.scheduling.fitting import kept_without
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.scheduling.plan_maker import Found, PlanMaker
+from vllm_segreuse.scheduling.plan_maker import FoundPieces, PlanMaker
 from vllm_segreuse.scheduling.tracked import (
     Bypass,
     Report,
@@ -227,7 +227,7 @@ class Planner:
             if tracked.plan is None:
                 self._tier.let_go(tracked.request_id)
 
-    def _search(self, tracked: TrackedRequest, start: int, stop: int) -> Found | None:
+    def _search(self, tracked: TrackedRequest, start: int, stop: int) -> FoundPieces | None:
         """What the request's prefix hit can be continued with; None: too little."""
         tracked.decision.found, restored = None, NOTHING
         if tracked.restores:
@@ -240,9 +240,11 @@ class Planner:
             matches = self._match(tracked, until, stop)
             others = by_tier(matches, self._tier, whole=tracked.method_in_force.finder.is_exact)
         both = restored.merged(others) if restored.num_tokens else others
-        return self._worth_it(tracked, Found(both, until), start)
+        return self._worth_it(tracked, FoundPieces(both, until), start)
 
-    def _worth_it(self, tracked: TrackedRequest, found: Found, start: int) -> Found | None:
+    def _worth_it(
+        self, tracked: TrackedRequest, found: FoundPieces, start: int
+    ) -> FoundPieces | None:
         """As much of it as a plan is made of; None, with the reason noted: it is too little.
 
         Args:
@@ -260,7 +262,7 @@ class Planner:
         return found
 
     def _admit(
-        self, tracked: TrackedRequest, found: Found, start: int, stop: int, state: PrefixState
+        self, tracked: TrackedRequest, found: FoundPieces, start: int, stop: int, state: PrefixState
     ) -> int | None:
         """Make the request's plan, and hold what it reads, if this step has room for both."""
         matches = on_rows(found.matches, self._tier, tracked.request_id)
@@ -268,7 +270,7 @@ class Planner:
             self._budget.lookups += 1
             return None
         until = end_without_hole(matches.pieces, start, found.exact_until)
-        held = self._worth_it(tracked, Found(matches, until), start)
+        held = self._worth_it(tracked, FoundPieces(matches, until), start)
         if held is None:
             return 0
         plan = self._planned(tracked, held, start, stop)
@@ -371,7 +373,7 @@ class Planner:
         return matches
 
     def _planned(
-        self, tracked: TrackedRequest, found: Found, start: int, stop: int
+        self, tracked: TrackedRequest, found: FoundPieces, start: int, stop: int
     ) -> ReusePlan | None:
         plan = self._maker.make(tracked, found, start, stop)
         if plan is not None:
@@ -392,8 +394,8 @@ class Planner:
         return missing > 0
 
     def _fitting(
-        self, tracked: TrackedRequest, found: Found, start: int, stop: int, state: PrefixState
-    ) -> Found | None:
+        self, tracked: TrackedRequest, found: FoundPieces, start: int, stop: int, state: PrefixState
+    ) -> FoundPieces | None:
         """As much of what was found as there is room for beside the request; None: too little of
         it, or its plan has to be whole."""
         matches = found.matches
@@ -411,7 +413,7 @@ class Planner:
         tracked.decision.given_up = matches.pieces.where(
             ~np.isin(matches.pieces.destination, part.pieces.destination)
         )
-        return self._worth_it(tracked, Found(part, until), start)
+        return self._worth_it(tracked, FoundPieces(part, until), start)
 
     def _drop(self, request_id: str) -> None:
         """Undo a plan that vLLM has not allocated blocks for."""
