@@ -22,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from bench.integrity import check_integrity
+from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording
 from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
 from tests.reports import Whole
@@ -34,13 +35,10 @@ from vllm_segreuse.plan import (
     ALL_LAYERS,
     NO_HALO,
     AcceptanceOutcome,
-    AuditOrders,
-    AuditResult,
     CopyOrder,
     FreezeOrder,
     ModelLayers,
     PlanOutcome,
-    Recording,
     ReusePlan,
     Segments,
     Staged,
