@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LinkedStages:
-    """See `OtherStages`.
+    """See `prefill.checks.OtherStages`.
 
     Args:
         link: to the other stages.

@@ -11,7 +11,8 @@ from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.model.cells import cell_content_bytes
 from vllm_segreuse.options.server import ServerOptions
-from vllm_segreuse.prefill.feature import MakingWorker, OtherStages, WorkerFeature
+from vllm_segreuse.prefill.checks import OtherStages
+from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 from vllm_segreuse.prefill.worker import WorkerSide, backlog_of, proven
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@
     worker.py       its half in a worker (`prefill/feature.py`); only this may import torch
     api.py          routes of the administrator
     front.py        its half in an API server (`serve/front.py`)
-    stages.py       what binds a worker to other pipeline stages (`prefill/feature.py`)
+    stages.py       what binds a worker to other pipeline stages (`prefill/checks.py`)
     checks.py       what it refuses of requests before an engine gets them (`serve/requests.py`)
     launch.py       a connector in the place of ours (`config/launch.py`): its `CONNECTOR`, the
                     engine's role, and an engine's configuration completed for it

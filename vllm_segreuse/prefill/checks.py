@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from vllm.config import CompilationMode
@@ -36,9 +36,9 @@ from vllm_segreuse.model.rope import DeltaRope, RopeError, of_transformers
 from vllm_segreuse.plan import ModelLayers
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
+from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.drafts import DraftRunner
 from vllm_segreuse.prefill.executor import SparsePrefill
-from vllm_segreuse.prefill.feature import OtherStages
 from vllm_segreuse.prefill.layer_runner import (
     NOTHING,
     LayerRunner,
@@ -172,6 +172,30 @@ def layers_of(stack: DecoderStack, max_model_len: int) -> ModelLayers:
     """A model's layers as programs see them, or those of one pipeline stage."""
     kinds = [kind_of(layer, max_model_len) for layer in stack.attention]
     return model_layers(kinds, len(stack.behind), is_last=not stack.hands_on)
+
+
+class OtherStages(Protocol):
+    """The other pipeline stages, to a worker of one of them: `linked` of a `stages.py` makes it,
+    before anything can fail. After that no stage waits for a later one, and vLLM hears of errors in
+    the order of ranks."""
+
+    def exchange(self, scratch: Scratch) -> LayerState | None:
+        """Give the scratch tokens what the stage before has made of them. Returns what the model
+        hands on of them; None: this stage is the last."""
+
+    def proven(self, parts: PassParts) -> tuple[SparsePrefill, float]:
+        """The pass of this stage, whose states go to the next one, and the largest deviation.
+
+        Raises:
+            UnsupportedModelError: it could not be proven.
+        """
+
+    def backlog(self, prefill: SparsePrefill, step_work: int) -> Backlog:
+        """What carries plans out together with the others.
+
+        Args:
+            step_work: layer-tokens in one step.
+        """
 
 
 def prove(

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import Message, ReusePlan
-from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from vllm_segreuse.prefill.checks import PassParts, Runtime
-    from vllm_segreuse.prefill.proofs.scratch import Scratch
+    from vllm_segreuse.prefill.checks import Runtime
 
 
 class WorkerFeature:
@@ -61,30 +58,6 @@ class WorkerFeature:
 
     def close(self) -> None:
         """The engine ends."""
-
-
-class OtherStages(Protocol):
-    """The other pipeline stages, to a worker of one of them: `linked` of a `stages.py` makes it,
-    before anything can fail. After that no stage waits for a later one, and vLLM hears of errors in
-    the order of ranks."""
-
-    def exchange(self, scratch: Scratch) -> LayerState | None:
-        """Give the scratch tokens what the stage before has made of them. Returns what the model
-        hands on of them; None: this stage is the last."""
-
-    def proven(self, parts: PassParts) -> tuple[SparsePrefill, float]:
-        """The pass of this stage, whose states go to the next one, and the largest deviation.
-
-        Raises:
-            UnsupportedModelError: it could not be proven.
-        """
-
-    def backlog(self, prefill: SparsePrefill, step_work: int) -> Backlog:
-        """What carries plans out together with the others.
-
-        Args:
-            step_work: layer-tokens in one step.
-        """
 
 
 @dataclass(frozen=True)

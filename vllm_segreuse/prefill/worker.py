@@ -22,9 +22,9 @@ from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog
-from vllm_segreuse.prefill.checks import Runtime, prove
+from vllm_segreuse.prefill.checks import OtherStages, Runtime, prove
 from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
-from vllm_segreuse.prefill.feature import OtherStages, WorkerFeature
+from vllm_segreuse.prefill.feature import WorkerFeature
 from vllm_segreuse.prefill.proofs.graphs import GraphProof
 
 if TYPE_CHECKING:

@@ -9,16 +9,23 @@ restart ─► what the journal names and the files still have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from segreuse_store import FileStore, GroupJournal
 from vllm_segreuse.features.knowledge.frozen import EntryUse, add_uses
 from vllm_segreuse.features.knowledge.kept import KeptEntries, Place
 from vllm_segreuse.scheduling.health import Health
 
-if TYPE_CHECKING:
-    from vllm_segreuse.features.tier.store import TierStore
+
+class WritingStore(Protocol):
+    """What is needed of the tier's store (`TierStore`)."""
+
+    def write_through(self, block_ids: Sequence[int]) -> list[bytes]: ...
+
+    def is_on_host(self, key: bytes) -> bool: ...
+
+    def erase(self, keys: Iterable[bytes]) -> None: ...
 
 
 class Keeping:
@@ -36,7 +43,7 @@ class Keeping:
 
     def __init__(
         self,
-        store: TierStore,
+        store: WritingStore,
         capacity_blocks: int,
         health: Health,
         clock: Callable[[], float],
