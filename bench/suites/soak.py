@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import engine, harness, shapes
-from bench.integrity import check_integrity
 from bench.suites.documents import EXTRA_KEY, Documents
 from vllm_segreuse.features.knowledge.engine import ingesting, was_frozen
 
@@ -149,6 +148,9 @@ class Soak:
         self._frozen.end()
         pool = self._scheduler.kv_cache_manager.block_pool
         self._leaked = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        # Imported here: it loads numba, which must not be there before the engine.
+        from bench.integrity import check_integrity
+
         check_integrity(self._scheduler.connector.scheduler_side.parts.core.index)
 
     def result(self) -> harness.SuiteResult:

@@ -21,7 +21,7 @@ PLANS = SimpleNamespace(plans=[SimpleNamespace(spread=True), SimpleNamespace(spr
 
 @pytest.fixture(autouse=True)
 def _nothing_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "check_integrity", lambda index: None)
+    monkeypatch.setattr("bench.integrity.check_integrity", lambda index: None)
 
 
 class Engine:

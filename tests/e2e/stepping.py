@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bench.integrity import check_integrity
 from tests.e2e.engine import Answer, Engine, _answer
 
 
@@ -66,7 +65,7 @@ def check_pool(running: Engine) -> None:
     assert counts == held
     assert pool.get_num_free_blocks() + len(held) == pool.num_gpu_blocks - 1
     assert all(b.block_hash is not None for b in pool.blocks if b.block_id in running.index)
-    check_integrity(running.index)
+    running.check_index()
 
 
 def abort(running: Engine, request_id: str) -> None:
