@@ -5,10 +5,10 @@
     refusals.py     what it refuses when an engine starts
     metrics.py      rows of the table of metrics
     scheduler.py    its half in the scheduler's process (`scheduling/feature.py`)
-    worker.py       its half in a worker (`prefill/feature.py`); only this may import torch
+    worker.py       its half in a worker (`prefill/feature.py`); this and the next may import torch
+    stages.py       what binds a worker to other pipeline stages (`prefill/checks.py`)
     api.py          routes of the administrator
     front.py        its half in an API server (`serve/front.py`)
-    stages.py       what binds a worker to other pipeline stages (`prefill/checks.py`)
     checks.py       what it refuses of requests before an engine gets them (`serve/requests.py`)
     launch.py       a connector in the place of ours (`config/launch.py`): its `CONNECTOR`, the
                     engine's role, and an engine's configuration completed for it
