@@ -124,7 +124,7 @@ def tier_options() -> str:
 
 def beside_options() -> str:
     """Keys of the server's option `beside`."""
-    from vllm_segreuse.features.transfer.options import BesideOptions
+    from segreuse_extras.transfer.options import BesideOptions
 
     return _options(BesideOptions)
 
@@ -315,9 +315,9 @@ def start_up_errors() -> str:
     for file in sources.files("features/knowledge"):
         names = START_UP | ({"RuntimeError"} if file.parent.name == "compat" else set())
         texts += (text for _, text in sources.raised(file, names))
-    places = ("transfer", "pipeline")
-    for place in ("engine/supported.py", *(f"features/{it}/refusals.py" for it in places)):
-        texts += sources.faults(PACKAGE / place)
+    places = (sources.EXTRAS / it / "refusals.py" for it in ("transfer", "pipeline"))
+    for file in (PACKAGE / "engine" / "supported.py", *places):
+        texts += sources.faults(file)
     return _table(("message",), [(text,) for text in sorted(set(texts), key=str.lower)])
 
 

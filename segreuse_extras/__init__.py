@@ -3,6 +3,11 @@
 
     trained, compressed         models that were trained to see documents computed alone, and
                                 documents that such models compress
+    images                      images in prompts, which are reused as a whole
+    conversations, healing      what an earlier turn has moved: kept as it is, or computed anew
+    coalescing                  equal prompts at once
+    pipeline                    layers divided among pipeline stages
+    transfer                    prefill on one engine, decoding on another
     audit                       answers compared with those of full prefill, while serving
     similar                     segments that are similar, but not equal
     context                     KV that carries nothing of what is not in the prompt

@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import atexit
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import vllm_segreuse
 from segreuse_tools.command_line import chosen_command
-from vllm_segreuse.engine.version import UnsupportedVersionError, installed_vllm
+from vllm_segreuse.engine.version import UnsupportedVersionError
 
 COMMANDS = {
     "serve": "start a server with segment reuse",
@@ -84,3 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except UnsupportedVersionError as error:
         sys.exit(f"vllm-segreuse: {error}")
+
+
+def installed_vllm() -> str:
+    """The version of the installed vLLM as it names it itself, or that there is none.
+
+    Read from its file: importing vLLM takes seconds.
+    """
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return "not installed"
+    file = Path(package.submodule_search_locations[0]) / "_version.py"
+    spec = importlib.util.spec_from_file_location("vllm_version", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        return "of an unknown version"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.__version__)

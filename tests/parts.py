@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # or every process that tests start would load numba
+    from segreuse_extras.conversations.conversations import Conversations
     from vllm_segreuse.cache.index import SegmentIndex
     from vllm_segreuse.cache.namespace import NamespaceTable
-    from vllm_segreuse.features.conversations.conversations import Conversations
     from vllm_segreuse.features.knowledge.freezing import Freezing
     from vllm_segreuse.scheduling.core import Core
     from vllm_segreuse.scheduling.donors import Donors

@@ -16,6 +16,7 @@ import torch
 from vllm.config import CacheConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
+from segreuse_extras.audit.messages import AuditDone, AuditOrders, AuditResult, Recording, Reference
 from segreuse_extras.audit.worker import AuditRecording
 from tests.prefill.loaded import model_config
 from tests.test_kv_group import FULL, kv_cache
@@ -33,16 +34,7 @@ from vllm_segreuse.connector import (
 )
 from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.plan import (
-    AuditDone,
-    AuditOrders,
-    AuditResult,
-    ModelLayers,
-    Recording,
-    Reference,
-    TierDone,
-    TierOrders,
-)
+from vllm_segreuse.plan import ModelLayers, TierDone, TierOrders
 from vllm_segreuse.prefill.executor import PassReport
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER

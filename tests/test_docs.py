@@ -18,10 +18,10 @@ import pytest
 
 from segreuse_extras.audit.options import AuditOptions
 from segreuse_extras.similar.options import SimilarityOptions
+from segreuse_extras.transfer.options import BesideOptions
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.config.metrics import METRICS
 from vllm_segreuse.features.tier.options import TierOptions
-from vllm_segreuse.features.transfer.options import BesideOptions
 from vllm_segreuse.scheduling.tracked import Report
 
 REPOSITORY = Path(__file__).parent.parent

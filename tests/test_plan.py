@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.audit.messages import AuditDone, AuditOrders, AuditResult
 from vllm_segreuse.plan import (
     TO_THE_END,
     AcceptanceOutcome,
-    AuditDone,
-    AuditOrders,
-    AuditResult,
     BoolArray,
     Boundary,
     Check,

@@ -14,7 +14,7 @@ EXTRAS = REPOSITORY / "segreuse_extras"
 ORDER = (
     *("compat", "kernels", "engine", "plan", "policies", "options", "model"),
     *("cache", "scheduling", "prefill", "features", "config", "serve"),
-    *("connector", "transfer_connector", "plugin"),
+    *("connector", "plugin"),
 )
 """Modules and folders directly below the package; each imports from those before it only."""
 

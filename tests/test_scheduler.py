@@ -21,6 +21,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
+from bench.integrity import check_integrity
+from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording
 from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
 from tests.reports import Whole
@@ -33,13 +35,10 @@ from vllm_segreuse.plan import (
     ALL_LAYERS,
     NO_HALO,
     AcceptanceOutcome,
-    AuditOrders,
-    AuditResult,
     CopyOrder,
     FreezeOrder,
     ModelLayers,
     PlanOutcome,
-    Recording,
     ReusePlan,
     Segments,
     Staged,
@@ -189,7 +188,7 @@ def test_thousands_of_names_reuse_a_prompt_that_they_all_begin_with() -> None:
     world.pool.evict_blocks({*shared})
     evicted = ask(PROMPT, "session 77")
     assert {s.get("reason") for s in evicted["explain"]} == {"evicted", "last_token"}
-    world.index.check_integrity()
+    check_integrity(world.index)
 
 
 @pytest.mark.parametrize(
@@ -568,7 +567,7 @@ def test_evicted_blocks_leave_the_index() -> None:
     assert len(world.index) == 8
     world.pool.get_new_blocks(world.pool.get_num_free_blocks())
     assert len(world.index) == 0
-    world.index.check_integrity()
+    check_integrity(world.index)
 
 
 def test_pinned_donors_are_not_handed_out() -> None:
@@ -1285,7 +1284,7 @@ def test_20_what_was_preempted_as_it_ended_is_not_frozen() -> None:
         assert report is not None
         assert report["frozen"] is holds_its_blocks
         assert ("doc" in world.side.call("frozen")["warm"]) is holds_its_blocks
-        world.frozen.check_integrity()
+        check_integrity(world.frozen)
 
 
 def test_24_the_longest_request_always_fits_beside_frozen_blocks() -> None:
@@ -1371,7 +1370,7 @@ def test_a_frozen_block_that_vllm_invalidates_makes_its_document_cold() -> None:
     world.pool.evict_blocks({frozen})
     assert world.side.call("frozen")["warm"] == {}
     assert world.pool.get_num_free_blocks() == 63
-    world.frozen.check_integrity()
+    check_integrity(world.frozen)
 
 
 # The exact tier.

@@ -9,12 +9,12 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from segreuse_extras.images.ids import ImageIds, images_of
 from tests.parts import parts_of
 from tests.test_scheduler import OPTIONS, SIZE, World
 from tests.tier.test_scheduler_side import Tiered
-from vllm_segreuse.cache.images import ImageIds
 from vllm_segreuse.plan import ModelLayers, ReusePlan
-from vllm_segreuse.scheduling.arrival import bypass_reason, images_of
+from vllm_segreuse.scheduling.arrival import bypass_reason
 
 PLACEHOLDER = 5
 GRID = (3, 4)

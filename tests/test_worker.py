@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from vllm.config import ParallelConfig
 
+from segreuse_extras.pipeline import stages
+from segreuse_extras.pipeline.backlog import StageBacklog
 from tests.prefill.loaded import model_config
 from vllm_segreuse.config import SegReuseConfig, in_worker
 from vllm_segreuse.config.metrics import SegReuseStats
@@ -18,11 +20,10 @@ from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier import worker as tier_module
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.plan import ModelLayers, TierOrders
 from vllm_segreuse.prefill import worker as module
 from vllm_segreuse.prefill.executor import PassReport
-from vllm_segreuse.prefill.stages.backlog import StageBacklog
 from vllm_segreuse.prefill.worker import WorkerSide
 
 Patch = pytest.MonkeyPatch
@@ -51,7 +52,7 @@ class Backlog:
             return self
 
         def proven(*_: Any) -> Any:
-            return SimpleNamespace(prefill=self.prefill, merge_size=2, link=None)
+            return SimpleNamespace(prefill=self.prefill, merge_size=2)
 
         patch.setattr(in_worker, "proven", proven)
         patch.setattr(in_worker, "backlog_of", taking_over)
@@ -102,7 +103,7 @@ def worker_side(stats: SegReuseStats, rank: int = 0, traces: str | None = None) 
 
 def vllm_config_of(rank: int = 0, traces: str | None = None) -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=rank),
+        parallel_config=SimpleNamespace(rank=rank, pipeline_parallel_size=1),
         observability_config=SimpleNamespace(otlp_traces_endpoint=traces),
     )
 
@@ -287,11 +288,10 @@ def test_the_model_is_proven(
         kernels="kernels",
         merge_size=None,
         graphs=None,
-        link=None,
     )
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
     side, vllm_config, kv_cache_config = started(llama, spread_tokens=spread_tokens)
-    assert proven == [(model, vllm_config, kv_cache_config, (), Codec.RAW, drafter)]
+    assert proven == [(model, vllm_config, kv_cache_config, (), Codec.RAW, drafter, None)]
     assert side.backlog.prefill is prefill
     assert side.backlog.step_work == share
 
@@ -302,8 +302,10 @@ def test_a_stage_of_a_pipeline_divides_work_as_the_whole_model_does(
 ) -> None:
     stage = Stage(1, 2, 2, 3, 3)
     prefill = SimpleNamespace(states=None, layers=LAYERS, runner=SimpleNamespace(stage=stage))
-    runtime = SimpleNamespace(prefill=prefill, merge_size=None, link=object())
+    runtime = SimpleNamespace(prefill=prefill, merge_size=None)
+    link: Any = object()
     monkeypatch.setattr(in_worker, "proven", lambda *_: runtime)
+    monkeypatch.setattr(stages, "linked", lambda _: stages.LinkedStages(link))
     side, *_ = started(llama, spread_tokens=spread_tokens)
     assert isinstance(side.backlog, StageBacklog)
     assert (side.backlog.step_work, side.backlog.prefill) == (share, prefill)
@@ -320,7 +322,6 @@ def test_boundary_states_are_logged_and_counted(
         kernels="kernels",
         merge_size=None,
         graphs=None,
-        link=None,
     )
     proven, stats = [], SegReuseStats()
     monkeypatch.setattr(module, "loaded_model", lambda: None)
@@ -360,7 +361,6 @@ def awaiting_graphs(proof: GraphProof, llama: Any, patch: Patch) -> Callable[[],
         kernels="kernels",
         merge_size=None,
         graphs=proof,
-        link=None,
     )
     for name, replacement in {
         "loaded_model": lambda: None,

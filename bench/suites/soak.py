@@ -148,7 +148,10 @@ class Soak:
         self._frozen.end()
         pool = self._scheduler.kv_cache_manager.block_pool
         self._leaked = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        self._scheduler.connector.scheduler_side.parts.core.index.check_integrity()
+        # Imported here: it loads numba, which must not be there before the engine.
+        from bench.integrity import check_integrity
+
+        check_integrity(self._scheduler.connector.scheduler_side.parts.core.index)
 
     def result(self) -> harness.SuiteResult:
         """Rows by quarter, and the figures that matter.

@@ -22,10 +22,10 @@ from vllm.logger import init_logger
 
 from segreuse_extras.audit.draw import Draw
 from segreuse_extras.audit.drifting import Drifted, Drifting
+from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording, Reference
 from segreuse_extras.audit.metrics import AuditOutcome
 from segreuse_extras.audit.options import FALLBACK, AuditOptions
 from vllm_segreuse.engine.metrics import Counted
-from vllm_segreuse.plan import AuditOrders, AuditResult, Recording, Reference
 
 logger = init_logger("vllm.segreuse")
 

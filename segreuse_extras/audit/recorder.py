@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.compat.sampler import Sampled
-from vllm_segreuse.plan import AuditOrders, AuditResult, Recording, Reference
 
 
 class _Audited:

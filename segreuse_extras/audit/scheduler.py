@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from segreuse_extras.audit.audits import Audit
+from segreuse_extras.audit.messages import AuditDone, AuditOrders
 from segreuse_extras.audit.options import AuditServer
 from segreuse_extras.audit.start import start_audits
-from vllm_segreuse.plan import AuditDone, AuditOrders, ReusePlan
+from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
 from vllm_segreuse.scheduling.making import Making

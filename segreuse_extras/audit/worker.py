@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from segreuse_extras.audit.messages import AuditDone, AuditOrders
 from segreuse_extras.audit.recorder import Recorder
 from vllm_segreuse.compat import sampler
-from vllm_segreuse.plan import AuditDone, AuditOrders
 from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vllm_segreuse.cache.copies import outside, rows, within
-from vllm_segreuse.cache.finder import Finder, FinderAround
+from segreuse_extras.copies import outside, rows, within
+from segreuse_extras.finder import FinderAround
+from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.features.knowledge.frozen import FrozenPart

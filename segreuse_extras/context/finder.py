@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from segreuse_extras.finder import FinderAround
 from vllm_segreuse.cache.contexts import UNKNOWN
-from vllm_segreuse.cache.finder import Finder, FinderAround
+from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_segreuse.cache.forgotten import Forgotten, Why
+from segreuse_extras.explain.forgotten import Forgotten, Why
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import indexed_windows
 from vllm_segreuse.cache.prompt import Prompt

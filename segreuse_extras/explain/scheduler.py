@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from segreuse_extras.explain.adapters import RecentAdapters
 from segreuse_extras.explain.edits import Edit, edit_of
+from segreuse_extras.explain.forgotten import Forgotten
 from segreuse_extras.explain.options import ExplainOptions
 from segreuse_extras.explain.reasons import (
     Reasons,
@@ -20,9 +22,7 @@ from segreuse_extras.explain.reasons import (
     with_left_behind,
     with_recomputed,
 )
-from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
-from vllm_segreuse.scheduling.arrival import RecentAdapters
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
 from vllm_segreuse.scheduling.making import Making
@@ -30,6 +30,9 @@ from vllm_segreuse.scheduling.tracked import IMAGES_IN_DENSE_LAYERS, NOTHING_SAV
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+FORGOTTEN_PER_BLOCK = 4
+"""Blocks that no longer donate are remembered, for each that there is: 36 bytes."""
 
 SEARCHED = (
     None,
@@ -73,6 +76,7 @@ class Explaining(Feature):
     def __init__(self, core: Core, forgotten: Forgotten) -> None:
         self._core = core
         self._forgotten = forgotten
+        self.followers = (forgotten,)
         self.adapters = RecentAdapters()
         self._explained: dict[str, _Explained] = {}
 
@@ -176,4 +180,6 @@ class Explaining(Feature):
 
 def start(making: Making) -> Explaining:
     """That of an engine."""
-    return Explaining(making.core, making.forgotten)
+    core = making.core
+    capacity = FORGOTTEN_PER_BLOCK * core.num_blocks
+    return Explaining(core, Forgotten(core.index, core.namespaces, capacity))

@@ -16,11 +16,11 @@ from typing import Self
 
 import numpy as np
 
+from segreuse_extras.similar.options import ALL, FULL_PREFIX
 from vllm_segreuse.cache.assembly import DESTINATION, LENGTH, OFFSET, POSITION
 from vllm_segreuse.cache.jit import kernel
 from vllm_segreuse.cache.links import Nodes
 from vllm_segreuse.cache.rolling_hash import TokenArray
-from vllm_segreuse.options.values import ALL, FULL_PREFIX
 from vllm_segreuse.plan import ALL_LAYERS, BoolArray, IntArray, Pieces
 
 EVERYTHING = np.iinfo(np.int32).max

@@ -11,7 +11,7 @@ import numpy as np
 from segreuse_extras.similar.canonical import Vocabulary
 from segreuse_extras.similar.depth import Depths, left_contexts
 from segreuse_extras.similar.fill import fill
-from segreuse_extras.similar.options import SimilarityOptions
+from segreuse_extras.similar.options import ALL, SimilarityOptions
 from segreuse_extras.similar.store import SimilarStore
 from vllm_segreuse.cache.assembly import BLOCK
 from vllm_segreuse.cache.finder import ContentFinder, Finder
@@ -19,7 +19,6 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Memo, Prompt
-from vllm_segreuse.options.values import ALL
 from vllm_segreuse.plan import BoolArray, Halo, Pieces
 
 

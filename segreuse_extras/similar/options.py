@@ -5,6 +5,7 @@ requests."""
 import math
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -12,17 +13,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.options.parts import Refusal, RequestPart, ServerPart
 from vllm_segreuse.options.values import (
-    ALL,
     MAX_TOKENS,
-    contexts_by_layer,
     count,
     flag,
     inner_share,
+    is_int,
     number,
     short_repr,
     switch,
     unknown_text,
 )
+
+ALL, FULL_PREFIX = "all", "full_prefix"
+"""All layers, and everything that is in front, where layers and tokens are numbers."""
+
+_MOST_CONTEXT = 4096
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -51,6 +56,37 @@ def _similarity(value: Any) -> Any:
         if unknown:
             raise ValueError("has an " + unknown_text(unknown[0], SimilarityOptions.model_fields))
     return value
+
+
+def contexts_by_layer(value: Any) -> dict[str, int | str] | None:
+    """{layer or "all": tokens or "full_prefix"}, by layer; JSON has texts as keys."""
+    if value is None:
+        return None
+    rule = (
+        'must map layers from 1 on, or "all", to a number of tokens, or "full_prefix", and not to '
+        "fewer for higher layers; or be null"
+    )
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(rule)
+    by_layer = {math.inf if key == ALL else _layer(key, rule): key for key in value}
+    if len(by_layer) < len(value):
+        raise ValueError(f"{rule}; a layer is there twice, as a number and as a text")
+    layers = sorted(by_layer.items())
+    contexts = [value[key] for _, key in layers]
+    for context in contexts:
+        if context != FULL_PREFIX and not (is_int(context) and 0 <= context <= _MOST_CONTEXT):
+            raise ValueError(rule)
+    needed = [math.inf if context == FULL_PREFIX else context for context in contexts]
+    if any(below > above for below, above in pairwise(needed)):
+        raise ValueError(rule)
+    return {str(key): context for (_, key), context in zip(layers, contexts, strict=True)}
+
+
+def _layer(key: object, rule: str) -> int:
+    text = str(key)
+    if isinstance(key, bool) or not (text.isascii() and text.isdigit() and 0 < int(text) < 1000):
+        raise ValueError(rule)
+    return int(text)
 
 
 class SimilarityOptions(BaseModel):

@@ -22,6 +22,7 @@ from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.plan import IntArray
+from vllm_segreuse.scheduling.donors import Follower
 
 CONTEXT_PLACES = 32
 """Places of the signature of what is in front of a window."""
@@ -49,7 +50,7 @@ class Units(NamedTuple):
     ends: IntArray
 
 
-class SimilarStore:
+class SimilarStore(Follower):
     """One per engine.
 
     Args:

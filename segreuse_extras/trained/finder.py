@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_segreuse.cache.copies import rows
+from segreuse_extras.copies import rows
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from segreuse_extras.similar.options import ALL, FULL_PREFIX
 from segreuse_tools.calibrate.search import Options, Setting, halves
-from vllm_segreuse.options.values import ALL, FULL_PREFIX
 
 THRESHOLDS = (0.5, 0.65, 0.8)
 HALOS = (4, 8, 16)

@@ -210,7 +210,7 @@ def _check_bindable(
     specs: dict[str, Any], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig
 ) -> None:
     """Start-up, too, refuses groups and layers of other kinds than those that are bound here."""
-    from vllm_segreuse.model.layers import UnsupportedModelError
+    from vllm_segreuse.model.modules import UnsupportedModelError
     from vllm_segreuse.prefill.proofs.causal import check_classes
 
     by_name = vllm_config.compilation_config.static_forward_context

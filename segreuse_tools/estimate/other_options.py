@@ -6,13 +6,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from segreuse_extras.conversations.options import ConversationOptions
 from segreuse_extras.similar.options import SimilarServer
-from vllm_segreuse.features.conversations.options import ConversationOptions
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import for_similar
 from vllm_segreuse.policies import WITHOUT_CHOICE
-from vllm_segreuse.scheduling.planner import least_work
+from vllm_segreuse.scheduling.plan_maker import least_work
 
 if TYPE_CHECKING:
     from vllm_segreuse.plan import IntArray, ReusePlan

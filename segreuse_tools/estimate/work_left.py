@@ -15,7 +15,7 @@ from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.plan import BoolArray, Counts, ModelLayers, Pieces, Recipe, Segments
 from vllm_segreuse.policies import Situation
 from vllm_segreuse.scheduling.methods import Method, Methods
-from vllm_segreuse.scheduling.planner import least_work
+from vllm_segreuse.scheduling.plan_maker import least_work
 
 _T = TypeVar("_T")
 

@@ -10,10 +10,10 @@ import pytest
 
 from segreuse_extras.audit import audits as module
 from segreuse_extras.audit.audits import Audit, Audits
+from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording, Reference
 from segreuse_extras.audit.options import AuditOptions
 from tests.audit.test_draw import Clock
 from vllm_segreuse.config.metrics import SegReuseStats
-from vllm_segreuse.plan import AuditOrders, AuditResult, Recording, Reference
 
 REPORT = {
     "reused_tokens": 8,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from bench.english.tape import divergences
+from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording, Reference
 from segreuse_extras.audit.recorder import Recorder, divergence
 from vllm_segreuse.compat.sampler import Sampled
-from vllm_segreuse.plan import AuditOrders, AuditResult, Recording, Reference
 
 VOCABULARY, PROMPT = 50, 10
 

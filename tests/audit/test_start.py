@@ -11,11 +11,11 @@ from vllm.lora.request import LoRARequest
 
 from segreuse_extras.audit import start as module
 from segreuse_extras.audit.audits import Audit, Audits
+from segreuse_extras.audit.messages import AuditResult
 from segreuse_extras.audit.options import AuditOptions
 from segreuse_extras.audit.start import _most_tokens, _reference, start_audits
 from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.options.server import ConfigError
-from vllm_segreuse.plan import AuditResult
 
 
 def config(engine: int = 0, drafts: Any = None, tokenizer: bool = True) -> Any:

@@ -19,6 +19,11 @@ LOAD = soak.Load(requests=240, warm_up=8, reset_every=20)
 PLANS = SimpleNamespace(plans=[SimpleNamespace(spread=True), SimpleNamespace(spread=False)])
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.integrity.check_integrity", lambda index: None)
+
+
 class Engine:
     """Answers every request after a few steps; loses some blocks, or hangs, if told so.
 
@@ -30,7 +35,7 @@ class Engine:
             num_gpu_blocks=10,
             get_num_free_blocks=lambda: 9 - leaked,
         )
-        index = SimpleNamespace(check_integrity=lambda: None)
+        index = SimpleNamespace()
         self.frozen: list[str] = []
         self.let_go: list[str] = []
         self.scheduler = SimpleNamespace(

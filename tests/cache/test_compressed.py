@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.integrity import check_integrity
 from segreuse_extras.compressed.finder import CopyFinder, NamedFinder, PartsFinder
+from segreuse_extras.copies import outside, rows, within
 from tests.cache.test_frozen import Pool, order
-from vllm_segreuse.cache.copies import outside, rows, within
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
@@ -252,7 +253,7 @@ def test_an_evicted_one_returns_when_its_name_is_given(pool: FrozenPool) -> None
     assert pool.wanted() == [], "of another namespace"
     pool.named(0, ["b", "a"])
     assert pool.wanted() == ["a"]
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 # Orders.

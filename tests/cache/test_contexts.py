@@ -17,7 +17,7 @@ from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.compat.block_events import NamedBlocks
 from vllm_segreuse.plan import Halo, IntArray, Pieces, Recipe
-from vllm_segreuse.scheduling.planner import least_work
+from vllm_segreuse.scheduling.plan_maker import least_work
 from vllm_segreuse.scheduling.tracked import TrackedRequest
 
 NAMESPACE = 0

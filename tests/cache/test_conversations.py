@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
+from segreuse_extras.conversations.conversations import Conversations
 from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, OPTIONS, SIZE, World
 from vllm_segreuse.compat.block_events import NamedBlocks
-from vllm_segreuse.features.conversations.conversations import Conversations
 from vllm_segreuse.options.server import OBSERVE, Switch
 from vllm_segreuse.scheduling.health import Health
 from vllm_segreuse.scheduling.tracked import NOTHING_LEFT, LeftBehind

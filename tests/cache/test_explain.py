@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.explain.forgotten import Forgotten, Why
 from segreuse_extras.explain.reasons import (
     Reasons,
     Stretch,
@@ -18,7 +19,6 @@ from segreuse_extras.explain.reasons import (
     with_left_behind,
     with_recomputed,
 )
-from vllm_segreuse.cache.forgotten import Forgotten, Why
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import find_matches
 from vllm_segreuse.cache.namespace import NamespaceTable
@@ -48,7 +48,7 @@ class World:
         return blocks
 
     def evict(self, blocks: Sequence[int]) -> None:
-        self.forgotten.evicted(blocks)
+        self.forgotten.removed(blocks)
         self.index.remove(blocks)
 
     def explain(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.integrity import check_integrity
 from segreuse_extras.compressed.compression import Compression, Kept
 from tests.cache.keeping import FakeTier
 from tests.cache.test_frozen import TOTAL, Blocks
@@ -91,7 +92,7 @@ class World:
         self.freezing.notice(Prompt(self.namespace, tokens))
 
     def state(self) -> dict[str, Any]:
-        self.pool.check_integrity()
+        check_integrity(self.pool)
         return self.freezing.state()
 
 

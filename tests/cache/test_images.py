@@ -5,12 +5,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.cache import images as module
+from segreuse_extras.images import ids as module
+from segreuse_extras.images.finder import ImageFinder
+from segreuse_extras.images.ids import ImageIds, ImageKey
 from vllm_segreuse.cache.finder import Finder
-from vllm_segreuse.cache.images import ImageIds, ImageKey, PromptImages
+from vllm_segreuse.cache.images import PromptImages
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.features.images.finder import ImageFinder
 from vllm_segreuse.plan import Image, Pieces
 
 FIRST = -(1 << 31)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.integrity import check_integrity
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache import matcher
 from vllm_segreuse.cache.index import BlockFacts, SegmentIndex, bytes_per_block, was_before
@@ -126,7 +127,7 @@ def test_it_holds_what_was_inserted_last(colliding, views, operations):
         index, model = SegmentIndex(BLOCKS, BLOCK_SIZE), Model()
         for operation in operations:
             apply(index, model, operation)
-            index.check_integrity()
+            check_integrity(index)
             assert contents(index) == model.contents
             assert len(index) == len(model.contents)
             assert {block for block in range(BLOCKS) if is_fresh(index, block)} == model.fresh
@@ -146,7 +147,7 @@ def test_churn_leaves_nothing_behind():
         tokens = rng.integers(0, 50, 1000).astype(np.int32)
         for namespace in rng.permutation(5)[:3].tolist():
             index.insert(namespace, ids, tokens, 0)
-    index.check_integrity()
+    check_integrity(index)
     assert index.nodes.size == 4000  # what was given back was used again
     for block in rng.permutation(1000).tolist():
         assert index.remove([block])
@@ -163,10 +164,10 @@ def test_a_full_anchor_counter_stays_safe(monkeypatch):
     tokens = np.arange(800, dtype=np.int32)
     index.insert(0, np.arange(400, dtype=np.int32), tokens, 0)
     index.begin_step()
-    index.check_integrity()
+    check_integrity(index)
     for block in range(399):
         index.remove([block])
-    index.check_integrity()
+    check_integrity(index)
     last = tokens[-2:]
     assert find_matches(index, 0, last, window_hashes(last, 2), 0, 2, 0).num_tokens == 2
 
@@ -181,7 +182,7 @@ def test_orphans_forget_an_evicted_parent_whose_id_comes_back():
     matches = find_matches(index, 0, prompt, window_hashes(prompt, 2), 0, 4, 0)
     assert matches.num_tokens == 4
     assert matches.num_segments == 2  # equal tokens side by side, but no common sequence
-    index.check_integrity()
+    check_integrity(index)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_a_parent_that_cannot_be_one_is_taken_for_unknown(parent_namespace, pare
     index.insert(parent_namespace, ints(0), ints(1, 2), parent_position)
     index.insert(0, ints(1), ints(3, 4), 2, parent_block=0)
     assert index.nodes[1]["parent"] == -1
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_a_parent_that_comes_back_is_linked_again():
@@ -204,7 +205,7 @@ def test_a_parent_that_comes_back_is_linked_again():
         assert index.nodes[1]["parent"] == 0
         index.remove([0])
         assert index.nodes[1]["parent"] == -1
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_a_block_that_replaces_its_own_parent_has_none():
@@ -212,7 +213,7 @@ def test_a_block_that_replaces_its_own_parent_has_none():
     index.insert(0, ints(0), ints(1, 2), 0)
     index.insert(1, ints(0, 0), ints(1, 2, 1, 2), 0)
     assert index.nodes[0]["parent"] == -1
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_a_further_namespace_makes_a_donor_at_once_but_not_before_the_block_is_computed():
@@ -244,7 +245,7 @@ def test_other_content_replaces_the_block_in_all_namespaces(tokens, position, de
     index.insert(1, ints(0), ints(*tokens), position, depths=depth)
     assert [is_known(index, namespace, 0) for namespace in range(3)] == [False, True, False]
     assert is_fresh(index, 0)
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_steps_are_counted_in_a_circle():
@@ -302,14 +303,14 @@ def test_bad_insertions_change_nothing(arguments, message):
     with pytest.raises(ValueError, match=message):
         index.insert(*arguments)
     assert len(index) == 0
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_many_namespaces():
     index = SegmentIndex(1000, 2)
     for namespace in range(1000):
         index.insert(namespace, ints(namespace), ints(7, 7), 0)
-    index.check_integrity()
+    check_integrity(index)
     assert [index.population(n) for n in (0, 999, 1000)] == [1, 1, 0]
     assert np.count_nonzero(index.heads >= 0) > 700  # equal content, but no common chain
 
@@ -359,7 +360,7 @@ def test_entries_that_move_begin_at_a_cache_line_and_are_twice_as_many(monkeypat
     for namespace in range(4):
         index.insert(namespace, np.arange(4, dtype=np.int32), prompt, 0)
         sizes.append(index.nodes.size)
-        index.check_integrity()
+        check_integrity(index)
     assert sizes == [4, 8, 16, 16]
     assert index.nodes.ctypes.data % 64 == 0
 
@@ -455,4 +456,4 @@ def test_namespaces_have_any_number(namespace: int) -> None:
     assert [index.population(n) for n in (0, namespace, namespace + 1)] == [1, 2, 0]
     assert [index.knows(namespace, block) for block in range(3)] == [True, True, False]
     assert [index.knows(0, block) for block in range(3)] == [True, False, False]
-    index.check_integrity()
+    check_integrity(index)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from bench.integrity import check_integrity
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.links import MAX_VIEWS, RETURNED, UNUSED
 
@@ -27,7 +28,7 @@ def sound_index() -> SegmentIndex:
     index.insert(0, np.array([5], np.int32), tokens[2:4], 40)
     index.insert(2, np.array([5], np.int32), tokens[2:4], 40)
     index.remove([5])
-    index.check_integrity()
+    check_integrity(index)
     return index
 
 
@@ -145,7 +146,7 @@ def test_damage_is_noticed(message: str) -> None:
     index = sound_index()
     DAMAGES[message](index)
     with pytest.raises(AssertionError, match=message):
-        index.check_integrity()
+        check_integrity(index)
 
 
 def test_a_block_of_as_many_namespaces_as_may_be_is_sound() -> None:
@@ -153,5 +154,5 @@ def test_a_block_of_as_many_namespaces_as_may_be_is_sound() -> None:
     tokens = np.array([1, 2], np.int32)
     for namespace in range(MAX_VIEWS):
         index.insert(namespace, np.array([0], np.int32), tokens, 0)
-    index.check_integrity()
+    check_integrity(index)
     assert index.population(MAX_VIEWS - 1) == 1

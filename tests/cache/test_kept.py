@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from bench.integrity import check_integrity
 from tests.cache.keeping import Journal
 from vllm_segreuse.features.knowledge.kept import KeptEntries
 
@@ -83,7 +84,7 @@ def test_an_entry_in_other_parts_replaces_the_old_one(kept: KeptEntries) -> None
     assert kept.held() == {}
     kept.keep("doc", 1, 2, [A])
     assert kept.held() == {"doc": "host"}, "a record stays where it is"
-    kept.check_integrity()
+    check_integrity(kept)
 
 
 def test_after_a_restart_only_what_is_whole_on_disk_is_held() -> None:
@@ -178,7 +179,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.kept.check_integrity()
+        check_integrity(self.kept)
         assert self.kept.held() == self.held()
         assert set(self.kept.records()) == self.owned()
 

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from bench.integrity import check_integrity
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.known import CELL, Known
@@ -53,11 +54,11 @@ def test_ten_thousand_namespaces_share_a_prompt() -> None:
     assert index.known.num_cells == blocks, "blocks are remembered once for all"
     assert index.known.num_bytes / MANY < 40
     assert index.nodes.size <= 2 * (MAX_VIEWS + 2) * index.num_blocks, "entries are few"
-    index.check_integrity()
+    check_integrity(index)
     index.remove([*range(blocks)])
     assert [index.population(namespace) for namespace in range(MANY)] == [0] * MANY
     assert index.known.num_marks == index.known.num_cells == 0, "nothing is left"
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_a_namespace_takes_as_little_memory_as_the_pages_say() -> None:
@@ -101,7 +102,7 @@ def test_a_block_that_is_evicted_is_known_to_nobody_whoever_gets_its_id() -> Non
         assert matches.pieces.block.tolist() == [0, 2]
         assert matches.num_segments == 2
         assert found(index, namespace, ints(90, 91, 92, 93)).num_tokens == 0
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_a_block_that_is_replaced_without_an_eviction_is_known_to_nobody_else() -> None:
@@ -110,7 +111,7 @@ def test_a_block_that_is_replaced_without_an_eviction_is_known_to_nobody_else() 
     index.begin_step()
     known = [found(index, n, ints(70, 71, 72, 73)).num_tokens for n in range(100)]
     assert known == [0] * 99 + [SIZE]
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_own_text_behind_a_shared_prompt_stays_linked_to_it(monkeypatch) -> None:
@@ -120,12 +121,12 @@ def test_own_text_behind_a_shared_prompt_stays_linked_to_it(monkeypatch) -> None
     answers = {n: np.arange(100 + 10 * n, 104 + 10 * n, dtype=np.int32) for n in (1, 2, 3)}
     for namespace, answer in answers.items():
         index.insert(namespace, ints(2 + namespace), answer, 3 * SIZE, parent_block=2)
-        index.check_integrity()
+        check_integrity(index)
     index.begin_step()
     for namespace in (1, 3, 2, 1, 3):
         matches = found(index, namespace, np.concatenate((prompt, answers[namespace])))
         assert (matches.num_tokens, matches.num_segments) == (prompt.size + SIZE, 1)
-        index.check_integrity()
+        check_integrity(index)
 
 
 def test_own_text_stays_whatever_becomes_of_what_is_known_of_others(monkeypatch) -> None:
@@ -138,11 +139,11 @@ def test_own_text_stays_whatever_becomes_of_what_is_known_of_others(monkeypatch)
     index.insert(1, ints(0), own, 0)
     index.remove([3])
     index.insert(2, ints(4), prompt[SIZE:], SIZE)  # the entries of 1 are dropped
-    index.check_integrity()
+    check_integrity(index)
     index.begin_step()
     assert found(index, 1, own).num_tokens == SIZE
     assert found(index, 1, prompt).num_tokens == SIZE
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_what_is_learned_around_a_known_block_stays_linked_to_it(monkeypatch) -> None:
@@ -153,7 +154,7 @@ def test_what_is_learned_around_a_known_block_stays_linked_to_it(monkeypatch) ->
     assert found(index, 1, prompt).num_segments == 1
     index.insert(2, ints(0), prompt[:SIZE], 0)  # the entries of 1 are dropped
     assert found(index, 1, prompt).num_segments == 1
-    index.check_integrity()
+    check_integrity(index)
 
 
 @pytest.mark.parametrize("answers", [1, 2, 5])
@@ -170,7 +171,7 @@ def test_all_own_text_behind_a_shared_block_stays_linked_to_it(monkeypatch, answ
     index.begin_step()
     for namespace in (2, 1, 2, 1):
         index.show(namespace)
-        index.check_integrity()
+        check_integrity(index)
     for block in range(answers):
         text = np.arange(100 + 10 * block, 104 + 10 * block, dtype=np.int32)
         assert found(index, 1, np.concatenate((prompt, text))).num_segments == 1
@@ -185,7 +186,7 @@ def test_shared_text_behind_own_text_stays_linked_to_it(monkeypatch) -> None:
     index.begin_step()
     for namespace in (0, 1, 0):
         assert found(index, namespace, prompt).num_segments == 1
-        index.check_integrity()
+        check_integrity(index)
 
 
 def test_who_has_computed_a_block_anew_does_not_see_it_twice() -> None:
@@ -200,7 +201,7 @@ def test_who_has_computed_a_block_anew_does_not_see_it_twice() -> None:
     index.begin_step()
     for namespace in (1, 0, 1):
         assert found(index, namespace, prompt).num_tokens == (SIZE if namespace else 0)
-        index.check_integrity()
+        check_integrity(index)
     assert index.nodes["born"].astype(bool).sum() == 1
 
 
@@ -233,7 +234,7 @@ def test_ids_of_short_lived_namespaces_are_used_again() -> None:
             index.remove([0])
     assert len(names) < 1000
     assert index.known.num_marks < 1000
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch) -> None:
@@ -252,7 +253,7 @@ def test_whoever_knows_the_most_gives_back_what_was_used_longest_ago(monkeypatch
     assert 50 in known
     latest = [n for n in known if n > 50]
     assert latest == [*range(names - len(latest), names)]
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_of_blocks_that_are_known_behind_others_each_time_not_all_are_kept(monkeypatch) -> None:
@@ -270,7 +271,7 @@ def test_of_blocks_that_are_known_behind_others_each_time_not_all_are_kept(monke
     assert [index.knows(namespace, 1) for namespace in (0, 1, 2)] == [True, True, False]
     assert index.known.num_cells == 8, "all but that of block 4 behind nothing"
     assert index.version > version + 1, "what a namespace finds has changed"
-    index.check_integrity()
+    check_integrity(index)
 
 
 def test_namespaces_do_not_learn_of_what_others_know() -> None:
@@ -299,7 +300,7 @@ def test_handles_mean_nothing_after_everything_was_forgotten() -> None:
     after.attach(other, 1)
     after.let_go(other)
     assert after.table(3)[:, 0].tolist() == [2], "it is done with"
-    after.check_integrity()
+    check_integrity(after)
 
 
 def keys(*values: int) -> np.ndarray:
@@ -340,7 +341,7 @@ def test_what_two_blocks_were_known_as_is_joined_the_very_first_too(order: tuple
     assert known.joined(0, 0) == known.detach(3) == 0
     known.let_go(known.detach(0))
     assert [known.count(name) for name in (0, 1)] == [0, 0]
-    known.check_integrity()
+    check_integrity(known)
 
 
 def test_prefixes_that_begin_alike_share_what_they_have_in_common() -> None:
@@ -354,7 +355,7 @@ def test_prefixes_that_begin_alike_share_what_they_have_in_common() -> None:
     known.forget(1)
     known.forget(2)
     assert (known.num_marks, known.num_cells) == (0, 0)
-    known.check_integrity()
+    check_integrity(known)
 
 
 class Moving(RuleBasedStateMachine):
@@ -465,7 +466,7 @@ class Moving(RuleBasedStateMachine):
         assert self.known.num_marks == sum(map(len, self.of_name.values()))
         assert self.known.num_detached == len(self.away)
         assert self.known.changes == self.attached
-        self.known.check_integrity()
+        check_integrity(self.known)
 
 
 TestMoving = Moving.TestCase

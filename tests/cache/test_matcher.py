@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.integrity import check_integrity
 from tests.cache.choice import Choice, View
 from vllm_segreuse.cache import assembly, matcher
 from vllm_segreuse.cache import index as index_module
@@ -241,7 +242,7 @@ def test_08_matches_are_right_complete_and_maximal(
                 arrays = np.array(ids, np.int32), np.array(tokens, np.int32)
                 index.insert(owner, *arrays, (where + 1) * size, -1, depth)
                 model.insert(owner, ids, tokens, (where + 1) * size, -1, depth)
-        index.check_integrity()
+        check_integrity(index)
         matches = match(index, namespace, prompt, start, stop, max_depth)
         check(model, matches, namespace, prompt, start, stop, max_depth)
 

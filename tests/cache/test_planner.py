@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from segreuse_extras.explain.forgotten import Forgotten
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.cache.prompt import Prompt, none_resident
@@ -110,7 +110,7 @@ class World:
         for number in range(4):
             namespaces.intern(bytes([number]))
         forgotten = Forgotten(self.index, namespaces, 64)
-        self.donors = Donors(self.index, requests, MAX_DEPTH, self.health, forgotten)
+        self.donors = Donors(self.index, requests, MAX_DEPTH, self.health, [forgotten])
         ticks = count()
         self.planner = Planner(
             requests,

@@ -5,9 +5,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from vllm_segreuse.features.conversations import turns as module
-from vllm_segreuse.features.conversations.scheduler import session_of
-from vllm_segreuse.features.conversations.turns import Turns
+from segreuse_extras.conversations import turns as module
+from segreuse_extras.conversations.scheduler import session_of
+from segreuse_extras.conversations.turns import Turns
 
 
 def names(conversation: int, blocks: int) -> list[bytes]:

@@ -113,13 +113,20 @@ class Engine:
         """Forget everything cached."""
         assert self.llm.reset_prefix_cache()
 
+    def check_index(self) -> None:
+        """The segment index is consistent."""
+        # Imported here: it loads numba, which must not be there before the engine.
+        from bench.integrity import check_integrity
+
+        check_integrity(self.index)
+
     def check_idle(self) -> None:
         """No block may be held once nothing runs; the index names cached blocks only."""
         pool = self.pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still held"
         assert all(b.ref_cnt == 0 for b in pool.blocks if not b.is_null)
         if self.index is not None:
-            self.index.check_integrity()
+            self.check_index()
             assert all(b.block_hash is not None for b in pool.blocks if b.block_id in self.index)
 
 

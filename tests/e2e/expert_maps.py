@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from tests.e2e.test_tensor_parallel import Breaking
+from tests.e2e.ranks import Breaking
 
 _apply = CPUUnquantizedExperts.apply
 _SIGNATURE = inspect.signature(_apply)

@@ -65,7 +65,7 @@ def check_pool(running: Engine) -> None:
     assert counts == held
     assert pool.get_num_free_blocks() + len(held) == pool.num_gpu_blocks - 1
     assert all(b.block_hash is not None for b in pool.blocks if b.block_id in running.index)
-    running.index.check_integrity()
+    running.check_index()
 
 
 def abort(running: Engine, request_id: str) -> None:

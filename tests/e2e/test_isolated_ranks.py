@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.engine import Prompts, engine
 from tests.e2e.isolated_models import Reference, layout_of, make_isolated, prompt_of
-from tests.e2e.test_tensor_parallel import CORES, NOISE, run_script
+from tests.e2e.ranks import CORES, NOISE, run_script
 
 MODULE = "tests.e2e.test_isolated_ranks"
 LINK_TOKENS = 5

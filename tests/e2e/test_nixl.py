@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from bench.shapes import make_model
+from segreuse_extras.transfer.scheduler import EXACT_UNTIL
 from tests.e2e.engine import BLOCK_SIZE, Prompts, engine
 from tests.e2e.server import Server
-from vllm_segreuse.features.transfer.scheduler import EXACT_UNTIL
 
 pytestmark = pytest.mark.needs("nixl")
 SLOW = pytest.mark.slow("three servers, and NIXL itself", instead="e2e/test_transfer")

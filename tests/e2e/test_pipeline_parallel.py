@@ -5,8 +5,6 @@ The stages live in processes of their own; as a script, this file is the engine 
     python -m tests.e2e.test_pipeline_parallel ANSWERS.json
 """
 
-import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,23 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
+from tests.e2e.engine import NAMESPACE, Answer, Engine, engine
+from tests.e2e.ranks import (
+    NOISE,
+    PREPARING,
+    Answers,
+    Asking,
+    Breaking,
+    Ways,
+    assert_all_recomputed,
+    assert_as_one,
+    assert_comparison_can_fail,
+    needs_two_cores,
+    run_script,
+    write_answers,
+)
 from tests.e2e.stepping import abort, finished_in_step, resident, settle, step, submit
 from tests.e2e.test_equality import assert_same
-from tests.e2e.test_tensor_parallel import CORES, Breaking, run_script
 from vllm_segreuse.model.kv_format import typed_pages
 
 MODULE = "tests.e2e.test_pipeline_parallel"
@@ -39,44 +50,36 @@ WAYS = {
     | {"segreuse_policy": "cacheblend", "segreuse_recompute_ratio": 1.0},
 }
 EVERYTHING = [way for way in WAYS if way.startswith("everything")]
-NOISE = 2e-3  # of float32
 STAGES = (0, 1)
-PREPARING = "prefill.executor.token_copies"
-COMPUTING = "prefill.stages.backlog.StageBacklog._compute"
+COMPUTING = "segreuse_extras.pipeline.backlog.StageBacklog._compute"
 CHUNK = 24
 """Tokens of a plan in one step: documents take several."""
 
-pytestmark = pytest.mark.skipif(
-    len(CORES) < 2,
-    reason=f"pipeline parallelism needs 2 CPUs, one per stage; there is {len(CORES)}",
-)
+pytestmark = needs_two_cores("pipeline parallelism", "one per stage")
 
 
-def documents_and_prompts(running: Engine) -> tuple[list[list[int]], list[list[int]]]:
-    text = Prompts(running.vocab_size, seed=37)
-    documents = [text.tokens(300), text.tokens(200)]
-    return documents, [text.around(documents[1], documents[0]), text.around(documents[0])]
+class AskingOfStages(Asking):
+    """`exact` reuses the prompt itself, with a hole in it."""
+
+    def __init__(self, running: Engine, ways: Ways = WAYS) -> None:
+        super().__init__(running, ways, seed=37)
+
+    def cache(self, way: str) -> None:
+        if way != "exact":
+            super().cache(way)
+            return
+        self.running.reset()
+        self.running.ask(self.prompts[0], max_tokens=1)
+        self.running.pool.evict_blocks({*resident(self.running, self.prompts[0])[2:5]})
 
 
-def cached(running: Engine, way: str, documents: list[list[int]], prompt: list[int]) -> None:
-    """Nothing but what a way reuses: for `exact` the prompt itself, with a hole in it."""
-    running.reset()
-    if way == "exact":
-        running.ask(prompt, max_tokens=1)
-        running.pool.evict_blocks({*resident(running, prompt)[2:5]})
-    elif WAYS[way] is not None:
-        running.ask(*documents, options=NAMESPACE, max_tokens=1)
-
-
-def ask_every_way(running: Engine) -> dict[str, list[Answer]]:
-    """Two prompts of the same documents, together; documents exact each time."""
-    documents, prompts = documents_and_prompts(running)
-    found = {}
-    for way, options in WAYS.items():
-        cached(running, way, documents, prompts[0])
-        found[way] = running.ask(*prompts, options=options)
-        # Without options only what has an exact name is found.
-        found[f"after {way}"] = running.ask(*prompts)
+def ask_every_way(running: Engine) -> Answers:
+    """And plain prompts after each: without options only what has an exact name is found."""
+    asking, found = AskingOfStages(running), {}
+    for way in WAYS:
+        asking.cache(way)
+        found[way] = asking.ask(way)
+        found[f"after {way}"] = asking.ask("plain")
         running.check_idle()
     return found
 
@@ -92,30 +95,21 @@ class Spoiling(Breaking):
                 typed_pages(layer)[blocks] = float("nan")
 
 
-def spoilt(running: Engine, stage: int) -> list[Answer]:
+def spoilt(asking: Asking, stage: int) -> list[Answer]:
     """The answer where one stage holds NaN of the first document of a prompt."""
-    documents, prompts = documents_and_prompts(running)
-    cached(running, "shift", documents, prompts[0])
-    blocks = resident(running, documents[1])
+    asking.cache("shift")
+    blocks = resident(asking.running, asking.documents[1])
     assert len(blocks) == 200 // 32
-    running.llm.collective_rpc("spoil_on_stage", args=(stage, blocks))
-    return running.ask(prompts[0], options=WAYS["shift"])
+    asking.running.llm.collective_rpc("spoil_on_stage", args=(stage, blocks))
+    return asking.running.ask(asking.prompts[0], options=WAYS["shift"])
 
 
-def broken(running: Engine, stage: int) -> list[Answer]:
-    """Answers where one stage could not prepare the first plan."""
-    documents, prompts = documents_and_prompts(running)
-    cached(running, "sparse", documents, prompts[0])
-    running.llm.collective_rpc("break_on_rank", args=(stage, PREPARING))
-    return running.ask(*prompts, options=WAYS["sparse"])
-
-
-def aborted(running: Engine, steps: int) -> list[Answer]:
+def aborted(asking: Asking, steps: int) -> list[Answer]:
     """A request ends while its plan is under way; the other answers all the same."""
-    documents, prompts = documents_and_prompts(running)
-    cached(running, "everything", documents, prompts[0])
-    name = submit(running, "ends", prompts[0], WAYS["everything"])
-    submit(running, "stays", prompts[1], WAYS["everything"])
+    asking.cache("everything")
+    running = asking.running
+    name = submit(running, "ends", asking.prompts[0], WAYS["everything"])
+    submit(running, "stays", asking.prompts[1], WAYS["everything"])
     for _ in range(steps):
         step(running)
     assert running.scheduler.requests[name].status.name == "WAITING_FOR_REMOTE_KVS"
@@ -145,63 +139,56 @@ def pipeline_engine(answers: Path) -> None:
     """Write the answers of an engine of two stages, one core each; then break it for good."""
     with staged_engine() as running:
         found = ask_every_way(running)
-        documents, prompts = documents_and_prompts(running)
-        cached(running, "shift", documents, prompts[0])
-        found["focus"] = running.ask(*prompts, options=BASE | {"segreuse_policy": "focus"})
+        asking = AskingOfStages(running, WAYS | {"focus": BASE | {"segreuse_policy": "focus"}})
+        asking.cache("focus")
+        found["focus"] = asking.ask("focus")
         for stage in STAGES:
-            found[f"broken {stage}"] = broken(running, stage)
-            found[f"spoilt {stage}"] = spoilt(running, stage)
+            found[f"broken {stage}"] = asking.ask_broken("sparse", stage)
+            found[f"spoilt {stage}"] = spoilt(asking, stage)
             running.check_idle()
         for steps in (1, 4):
-            found[f"aborted {steps}"] = aborted(running, steps)
-        plain = {way: [dataclasses.asdict(a) for a in given] for way, given in found.items()}
-        answers.write_text(json.dumps(plain))
-        cached(running, "shift", documents, prompts[0])
+            found[f"aborted {steps}"] = aborted(asking, steps)
+        write_answers(answers, found)
+        asking.cache("shift")
         running.llm.collective_rpc("break_on_rank", args=(1, COMPUTING))
-        running.ask(*prompts, options=WAYS["shift"])
+        asking.ask("shift")
 
 
 @pytest.fixture(scope="module")
-def one_stage() -> dict[str, list[Answer]]:
+def one_stage() -> Answers:
     with engine("qwen3", dtype="float32") as running:
         return ask_every_way(running)
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Answer]], str]:
+def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, str]:
     """Answers of two stages, and all that the script wrote until its engine was broken."""
     return run_script(MODULE, tmp_path_factory.mktemp("pipeline_parallel") / "answers.json")
 
 
 @pytest.fixture(scope="module")
-def two_stages(script: tuple[dict[str, list[Answer]], str]) -> dict[str, list[Answer]]:
+def two_stages(script: tuple[Answers, str]) -> Answers:
     return script[0]
 
 
 @pytest.mark.parametrize("way", EVERYTHING)
 def test_recomputing_everything_equals_plain_on_one_stage(
-    way: str, two_stages: dict[str, list[Answer]], one_stage: dict[str, list[Answer]]
+    way: str, two_stages: Answers, one_stage: Answers
 ) -> None:
-    for ours, reference in zip(two_stages[way], one_stage["plain"], strict=True):
-        assert ours.report["recomputed_tokens"] == ours.report["reused_tokens"] >= 288
-        assert_same(ours, reference, NOISE)
+    assert_all_recomputed(two_stages[way], one_stage["plain"])
 
 
 @pytest.mark.shows("pp", family="qwen3")
 @pytest.mark.parametrize("way", WAYS)
-def test_two_stages_answer_as_one(
-    way: str, two_stages: dict[str, list[Answer]], one_stage: dict[str, list[Answer]]
-) -> None:
-    for two, one in zip(two_stages[way], one_stage[way], strict=True):
-        assert two.report == one.report
-        assert_same(two, one, NOISE)
+def test_two_stages_answer_as_one(way: str, two_stages: Answers, one_stage: Answers) -> None:
+    assert_as_one(two_stages[way], one_stage[way])
     if way not in ("plain", "exact"):
         assert all(answer.report["reused_tokens"] > 200 for answer in two_stages[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_only_what_is_exact_is_found_by_its_name(
-    way: str, two_stages: dict[str, list[Answer]], one_stage: dict[str, list[Answer]]
+    way: str, two_stages: Answers, one_stage: Answers
 ) -> None:
     found = zip(two_stages[f"after {way}"], one_stage["plain"], strict=True)
     for after, plain in found:
@@ -211,7 +198,7 @@ def test_only_what_is_exact_is_found_by_its_name(
 
 
 def test_what_chooses_behind_the_first_stage_is_not_reused(
-    two_stages: dict[str, list[Answer]], one_stage: dict[str, list[Answer]]
+    two_stages: Answers, one_stage: Answers
 ) -> None:
     for ours, plain in zip(two_stages["focus"], one_stage["plain"], strict=True):
         assert ours.report["bypass_reason"] == "chooses_behind_first_stage"
@@ -221,8 +208,8 @@ def test_what_chooses_behind_the_first_stage_is_not_reused(
 @pytest.mark.parametrize("stage", STAGES)
 def test_nan_on_any_stage_is_computed_in_full_and_never_served(
     stage: int,
-    script: tuple[dict[str, list[Answer]], str],
-    one_stage: dict[str, list[Answer]],
+    script: tuple[Answers, str],
+    one_stage: Answers,
 ) -> None:
     answers, log = script
     [ours] = answers[f"spoilt {stage}"]
@@ -234,8 +221,8 @@ def test_nan_on_any_stage_is_computed_in_full_and_never_served(
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_plan_that_a_stage_cannot_prepare_is_computed_in_full(
     stage: int,
-    script: tuple[dict[str, list[Answer]], str],
-    one_stage: dict[str, list[Answer]],
+    script: tuple[Answers, str],
+    one_stage: Answers,
 ) -> None:
     answers, log = script
     first, second = answers[f"broken {stage}"]
@@ -248,14 +235,14 @@ def test_a_plan_that_a_stage_cannot_prepare_is_computed_in_full(
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_request_that_ends_meanwhile_leaves_nothing_and_disturbs_nobody(
-    steps: int, two_stages: dict[str, list[Answer]], one_stage: dict[str, list[Answer]]
+    steps: int, two_stages: Answers, one_stage: Answers
 ) -> None:
     [stays] = two_stages[f"aborted {steps}"]
     assert_same(stays, one_stage["everything"][1], NOISE)
 
 
 def test_an_error_between_the_stages_stops_the_engine_with_its_reason(
-    script: tuple[dict[str, list[Answer]], str],
+    script: tuple[Answers, str],
 ) -> None:
     _, log = script
     assert "segment reuse failed between pipeline stages" in log
@@ -263,11 +250,8 @@ def test_an_error_between_the_stages_stops_the_engine_with_its_reason(
     assert "died unexpectedly" in log
 
 
-def test_the_comparison_can_fail(one_stage: dict[str, list[Answer]]) -> None:
-    """Another choice of tokens answers differently, far beyond the noise."""
-    for way, other in (("sparse", "shift"), ("hybrid", "plain")):
-        with pytest.raises(AssertionError, match="log-probabilities differ"):
-            assert_same(one_stage[way][0], one_stage[other][0], 5 * NOISE)
+def test_the_comparison_can_fail(one_stage: Answers) -> None:
+    assert_comparison_can_fail(one_stage, ("sparse", "shift"), ("hybrid", "plain"))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The two ranks live in processes of their own; as a script, this file is the engi
     python -m tests.e2e.test_tier_ranks ANSWERS.json
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import Engine, Prompts, engine
+from tests.e2e.ranks import CORES, NOISE, Breaking, run_script, write_answers
 from tests.e2e.test_equality import assert_same
-from tests.e2e.test_tensor_parallel import CORES, NOISE, Breaking, run_script
 from tests.e2e.test_tier import IDLE, SHIFT, counts, evict
 
 MODULE = "tests.e2e.test_tier_ranks"
@@ -40,7 +39,7 @@ def engine_of_two_ranks(path: Path) -> None:
         kv_cache_memory_bytes=4 << 20,
         max_model_len=1024,
         max_num_batched_tokens=1024,
-        worker_extension_cls=f"tests.e2e.test_tensor_parallel.{Breaking.__name__}",
+        worker_extension_cls=f"tests.e2e.ranks.{Breaking.__name__}",
     ) as running:
         text = Prompts(running.vocab_size, seed=20)
         document = text.tokens(230)
@@ -61,8 +60,8 @@ def engine_of_two_ranks(path: Path) -> None:
         ask("cache")
         ask("host")
         for rank in (0, 1):
-            ask(f"load {rank}", loads=f"{rank} prefill.mover.InPlace.load")
-        ask("store 1", stores="1 prefill.mover.InPlace.store")
+            ask(f"load {rank}", loads=f"{rank} vllm_segreuse.prefill.mover.InPlace.load")
+        ask("store 1", stores="1 vllm_segreuse.prefill.mover.InPlace.store")
 
         def restore(way: str, loads: str | None = None) -> None:
             running.reset()
@@ -77,9 +76,8 @@ def engine_of_two_ranks(path: Path) -> None:
 
         restore("prefix hit")
         restore("restored")
-        restore("not restored", loads="1 prefill.mover.InPlace.load")
-        plain = {way: [vars(answer) for answer in answers] for way, answers in found.items()}
-        path.write_text(json.dumps(plain))
+        restore("not restored", loads="1 vllm_segreuse.prefill.mover.InPlace.load")
+        write_answers(path, found)
 
 
 def break_on_a_rank(running: Engine, what: str | None) -> None:

@@ -13,10 +13,10 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from segreuse_extras.transfer.scheduler import EXACT_UNTIL
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, _answer, engine
 from tests.e2e.stepping import abort, drain, hashes, preempt, resident, settle, submit
 from tests.e2e.test_equality import assert_same
-from vllm_segreuse.features.transfer.scheduler import EXACT_UNTIL
 
 OPTIONS = NAMESPACE | {"segreuse_min_reused_tokens": 16}
 PREFILL = {"kv_transfer_params": {"do_remote_decode": True}}

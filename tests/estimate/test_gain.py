@@ -27,7 +27,7 @@ from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.plan import ModelLayers, Pieces
 from vllm_segreuse.policies import POLICIES
 from vllm_segreuse.scheduling.methods import Methods
-from vllm_segreuse.scheduling.planner import least_work
+from vllm_segreuse.scheduling.plan_maker import least_work
 
 SYSTEM = PromptPart(1000, 48, Kind.SYSTEM)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from vllm.config import LoRAConfig
 
+from segreuse_extras.pipeline.refusals import check
 from tests.prefill.loaded import model_config, refused
 from tests.test_supported import Changed, config
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine.stage import Stage, layers_of_stages, stage_of
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.features.pipeline.refusals import check
 
 LAYERS, OF_FIRST = 12, 4
 STAGED = {"pipeline_parallel_size": 3}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.integrity import frozen_parts
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
@@ -75,7 +76,7 @@ class FakeEngine:
 
     def use(self, entry: str) -> None:
         """A request reuses all blocks of an entry."""
-        self.pool.used(block for part in self.pool.parts()[entry] for block in part.block_ids)
+        self.pool.used(block for part in frozen_parts(self.pool)[entry] for block in part.block_ids)
 
     # Block references.
 

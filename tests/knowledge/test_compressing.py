@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
+from bench.integrity import check_integrity
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.features.knowledge.chunks import Shape, lengths_of, num_blocks, shape_for
@@ -53,7 +54,7 @@ def run(
         async with serving(engine, isolated=isolated) as service:
             await service.create_base(CreateBase(name="base", context="none"))
             await test(service, engine)
-            engine.pool.check_integrity()
+            check_integrity(engine.pool)
 
     asyncio.run(main())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.integrity import check_integrity
 from tests.cache.keeping import FakeTier
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, NUM_BLOCKS, FakeEngine
@@ -74,7 +75,7 @@ def run(test: Test, *limits: int) -> None:
             await service.create_base(CreateBase(name="base"))
             await test(service, client)
             for engine in client.engines:
-                engine.pool.check_integrity()
+                check_integrity(engine.pool)
 
     asyncio.run(main())
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.integrity import check_integrity
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.config import SegReuseConfig
@@ -48,7 +49,7 @@ def run(test: Callable[[KnowledgeService, FakeEngine], Awaitable[None]], **optio
         async with serving(engine) as service:
             await service.create_base(CreateBase(name="base"))
             await test(service, engine)
-            engine.pool.check_integrity()
+            check_integrity(engine.pool)
 
     asyncio.run(main())
 

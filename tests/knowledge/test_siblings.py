@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.integrity import check_integrity, frozen_parts
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.knowledge.test_service import damage
@@ -51,7 +52,7 @@ class Engine(FakeEngine):
 
     def frozen_behind(self) -> list[int]:
         """All tokens that something frozen was computed behind."""
-        held = [context for entry in self.pool.parts() for context in self.contexts[entry]]
+        held = [context for entry in frozen_parts(self.pool) for context in self.contexts[entry]]
         return [token for context in held for token in context]
 
 
@@ -68,7 +69,7 @@ def run(
         async with serving(engine, shape=shape) as service:
             await service.create_base(CreateBase(name="base"))
             await test(service, engine)
-            engine.pool.check_integrity()
+            check_integrity(engine.pool)
 
     asyncio.run(main())
 

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from bench.integrity import check_integrity
 from tests.cache.keeping import FakeTier
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
@@ -52,7 +53,7 @@ def run(
         async with fake_engine.serving(engine, shape, path, model) as service:
             await service.create_base(CreateBase(name="base", context="none"))
             await test(service, engine)
-            engine.pool.check_integrity()
+            check_integrity(engine.pool)
         return engine
 
     return asyncio.run(main())
@@ -393,7 +394,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.engine.pool.check_integrity()
+        check_integrity(self.engine.pool)
         shown = {d.id: d for d in self.do(self.service.documents("base", None, 9)).data}
         assert shown.keys() == self.texts.keys()
         warm, held = self.engine.pool.warm(), self.tier.held()

@@ -17,7 +17,7 @@ from vllm_segreuse.model.kv_format import (
     plain_queries,
     typed_pages,
 )
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 
 FP8 = {
     "fp8": torch.float8_e4m3fn,

@@ -12,13 +12,9 @@ from vllm.sequence import IntermediateTensors
 
 from tests.prefill.hooks import pre_hooks
 from tests.prefill.tiny import CHANNELS, HIDDEN, KV_HEADS, LAYERS, SIZE, World
-from vllm_segreuse.model.layers import (
-    Collected,
-    DecoderStack,
-    LayerState,
-    UnsupportedModelError,
-    in_the_place_of,
-)
+from vllm_segreuse.model.layer_state import Collected, LayerState
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.model.modules import UnsupportedModelError, in_the_place_of
 from vllm_segreuse.prefill.tokens import TokenTable
 
 TABLES = torch.arange(10, dtype=torch.int32)[None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
 
 MROPE: Any = SimpleNamespace(uses_mrope=True)

@@ -35,7 +35,9 @@ from vllm_segreuse.model import rope
 from vllm_segreuse.model.attention_kind import AttentionKind, kind_of
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import typed_pages
-from vllm_segreuse.model.layers import DecoderStack, LayerState, UnsupportedModelError
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import (
     Boundary,

@@ -20,7 +20,7 @@ from vllm_segreuse.kernels.pages import Moves
 from vllm_segreuse.kernels.reference_codecs import encode
 from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import IntArray
 from vllm_segreuse.prefill.align import Aligner

@@ -17,7 +17,9 @@ from tests.prefill.loaded import LAYERS, POSITIONS, Loaded, loaded, refused
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.drafts import Draft
-from vllm_segreuse.model.layers import DecoderStack, LayerState, UnsupportedModelError
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import checks
 from vllm_segreuse.prefill.align import Aligner

@@ -11,7 +11,8 @@ from vllm.forward_context import get_forward_context
 
 from tests.prefill.loaded import Loaded, loaded, prove, refused
 from vllm_segreuse.compat.model_runner import CapturedGraphs
-from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.plan import Boundary, Fixed, Probed, Stock
 from vllm_segreuse.prefill import checks, programs
 from vllm_segreuse.prefill.batch import Batch

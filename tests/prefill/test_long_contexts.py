@@ -15,7 +15,7 @@ from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.model.attention_kind import FULL, AttentionKind
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.prefill.proofs.long_contexts import CONTEXT, QUERIES, prove_long_contexts
 
 

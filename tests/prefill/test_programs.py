@@ -14,7 +14,7 @@ from tests.prefill.tiny import make_plan
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import PageLayout, TiledStrides, flat_pages
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.plan import (
     Boundary,
     Deviation,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.prefill.proofs.scratch import count_and_distance, relative_error, tolerance
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.prefill.loaded import HEAD_SIZE, WINDOW, Loaded, loaded, prove, refusal
-from vllm_segreuse.model.layers import DecoderStack, LayerInputs
+from vllm_segreuse.model.layer_state import LayerInputs
+from vllm_segreuse.model.layers import DecoderStack
 from vllm_segreuse.prefill import checks
 from vllm_segreuse.prefill.proofs.causal import sharing_layers
 

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from segreuse_extras.pipeline import backlog as module
+from segreuse_extras.pipeline.backlog import StageBacklog
+from segreuse_extras.pipeline.link import MessageKind, PlanVerdict, StageMessage
+from segreuse_extras.pipeline.proof import HandedStates
 from vllm_segreuse.engine.stage import Stage
-from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.prefill.outcomes import Computed
-from vllm_segreuse.prefill.stages import backlog as module
-from vllm_segreuse.prefill.stages.backlog import StageBacklog
-from vllm_segreuse.prefill.stages.link import MessageKind, PlanVerdict, StageMessage
-from vllm_segreuse.prefill.stages.proof import HandedStates
 from vllm_segreuse.prefill.tokens import Index
 
 CPU = torch.device("cpu")

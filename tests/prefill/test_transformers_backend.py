@@ -12,7 +12,8 @@ import torch
 
 from tests.prefill.loaded import POSITIONS, WINDOW, Loaded, loaded, prove, refusal
 from vllm_segreuse.model import rope
-from vllm_segreuse.model.layers import DecoderStack, LayerInputs
+from vllm_segreuse.model.layer_state import LayerInputs
+from vllm_segreuse.model.layers import DecoderStack
 from vllm_segreuse.prefill import checks
 
 Patch = pytest.MonkeyPatch

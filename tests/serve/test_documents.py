@@ -14,6 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_segreuse
+from segreuse_extras.trained.checks import PromptRules, check_documents, expected
 from segreuse_extras.viewer.recent import watched
 from tests.serve.vllm_app import MESSAGES, make_app
 from vllm_segreuse.compat import async_llm, input_processor
@@ -21,7 +22,6 @@ from vllm_segreuse.engine.kv_slots import KvSlots
 from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
 from vllm_segreuse.model.documents.layout import Layout, Names, blocks_needed
 from vllm_segreuse.options.parsing import FREEZE, RequestError
-from vllm_segreuse.serve.documents import PromptRules, check_body, expected
 from vllm_segreuse.serve.requests import check_params, check_prompt
 
 NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>")
@@ -57,7 +57,7 @@ BODIES: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("documents", "reason"), BODIES, ids=[str(b)[:40] for b, _ in BODIES])
 def test_bad_documents_are_named(documents: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
-        check_body({"documents": documents}, NAMES)
+        check_documents({"documents": documents}, NAMES)
     assert caught.value.option == "documents"
 
 
@@ -69,8 +69,8 @@ COMPRESSED = replace(NAMES, anchors=AnchorNames(8, 4))
 )
 def test_a_model_with_anchors_reads_documents_of_knowledge_bases_only(document: Any) -> None:
     with pytest.raises(RequestError, match=r"documents\[0\]: this model reads compressed docum"):
-        check_body({"documents": [document]}, COMPRESSED)
-    check_body({"documents": [{"base": "a", "id": "b"}]}, COMPRESSED)
+        check_documents({"documents": [document]}, COMPRESSED)
+    check_documents({"documents": [{"base": "a", "id": "b"}]}, COMPRESSED)
     assert expected.get() == 1
 
 
@@ -104,12 +104,13 @@ def test_compressed_documents_are_named_in_their_namespace(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
-def test_they_are_400_at_every_endpoint(path: str) -> None:
+def test_they_are_400_at_every_endpoint(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
     client = TestClient(app)
     body = {"messages": MESSAGES, "prompt": "a", "documents": [{}]}
     assert "no text" not in client.post(path, json=body).text, "an ordinary model takes any"
-    app.state.segreuse_documents = NAMES
+    app.state.segreuse_model = object()
+    monkeypatch.setattr("segreuse_extras.trained.checks.names_of", lambda model: NAMES)
     response = client.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "documents"
@@ -119,7 +120,7 @@ def test_they_are_400_at_every_endpoint(path: str) -> None:
 @pytest.mark.parametrize(("documents", "count"), [(None, None), ([], None), ([{"text": "a"}], 1)])
 def test_good_documents_are_counted(documents: Any, count: int | None) -> None:
     expected.set(7)
-    check_body({"documents": documents}, NAMES)
+    check_documents({"documents": documents}, NAMES)
     assert expected.get() == count
 
 
@@ -209,7 +210,7 @@ def test_rules_are_those_of_the_engine(
     engines: int, blocks: int | None, known: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layouts = [LAYOUT, None]
-    monkeypatch.setattr("vllm_segreuse.serve.documents.layout_of", lambda model: layouts.pop(0))
+    monkeypatch.setattr("segreuse_extras.trained.checks.layout_of", lambda model: layouts.pop(0))
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=99),
         cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=8),
@@ -224,10 +225,10 @@ def test_rules_are_those_of_the_engine(
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_request_has_as_many_documents_as_the_model_was_trained_for(number: int) -> None:
     names = replace(NAMES, max_documents=number)
-    check_body({"documents": [{"text": "a"}] * number}, names)
+    check_documents({"documents": [{"text": "a"}] * number}, names)
     assert expected.get() == number
     with pytest.raises(RequestError, match=f"has {number + 1}, and .* at most {number}: send"):
-        check_body({"documents": [{"text": "a"}] * (number + 1)}, names)
+        check_documents({"documents": [{"text": "a"}] * (number + 1)}, names)
     assert expected.get() is None
 
 

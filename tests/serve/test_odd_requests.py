@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
+from segreuse_extras.trained import checks
 from segreuse_extras.viewer.sessions import COOKIE
 from tests.serve.test_documents import NAMES
 from tests.serve.test_named import Service
@@ -292,18 +293,20 @@ def test_no_single_header_is_a_fault(
 
 
 @pytest.fixture(scope="module")
-def clients() -> FastAPI:
+def clients() -> Iterator[FastAPI]:
     """Routes that take extra keys, as far as our checks of them go; API keys have rights."""
     app = FastAPI(dependencies=[Depends(admit)])
     app.state.segreuse_namespaces = {"0" * 64: ("handbook",)}
-    app.state.segreuse_documents = NAMES
+    app.state.segreuse_model = object()
     app.state.segreuse_service = Service()
     for path in ENDPOINTS:
         app.post(path)(_nothing)
     app.add_exception_handler(RecursionError, too_deep)
     app.state.args = SimpleNamespace(log_error_stack=False)
     init_exception_handler(app)
-    return app
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "names_of", lambda model: NAMES)
+        yield app
 
 
 def _nothing() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from bench.integrity import frozen_parts
 from tests.parts import parts_of
 from vllm_segreuse.plan import AnchorOrder, CopyOrder, FreezeOrder, ScoreOrder
 
@@ -73,7 +74,7 @@ def _filled(tokens: list[int], size: int) -> list[int]:
 def check_entries(world: World) -> None:
     """Blocks of a compressed document that is frozen hold its tokens, one behind the other."""
     size, worker = world.worker.block_size, world.worker
-    for name, parts in world.frozen.parts().items():
+    for name, parts in frozen_parts(world.frozen).items():
         for part in (part for part in parts if part.tokens is not None):
             assert part.tokens is not None
             offset = part.first % size

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from bench.integrity import check_integrity, frozen_namespaces, frozen_parts
 from tests.parts import parts_of
 from tests.stateful import compressing, isolated
 from tests.stateful.worker import APPROXIMATE, Identity
@@ -40,7 +41,7 @@ def check_idle(world: World) -> None:
     assert free + frozen == pool.num_gpu_blocks - 1, "blocks are still held"
     assert not parts_of(world.side).core.requests, "requests that ended are still tracked"
     references = parts_of(world.side).namespaces.references().total()
-    references -= world.frozen.namespaces().total()
+    references -= frozen_namespaces(world.frozen).total()
     assert references == world.lost_namespaces + _held_by_tier(world)
     assert not pool.awaited, f"names that nobody will report on: {pool.awaited}"
     tier = parts_of(world.side).tier
@@ -88,7 +89,7 @@ def _check_planner(world: World) -> None:
     tracked = parts_of(world.side).core.requests.keys()
     assert tracked <= world.scheduler.requests.keys(), "requests that ended are tracked"
     references = namespaces.references().total() - world.lost_namespaces
-    references -= world.frozen.namespaces().total() + _held_by_tier(world)
+    references -= frozen_namespaces(world.frozen).total() + _held_by_tier(world)
     assert references == len(tracked), f"{references} references for {len(tracked)} requests"
 
 
@@ -205,7 +206,7 @@ def _check_windows(world: World) -> None:
 def _check_frozen(world: World) -> None:
     """What is frozen is exact and indexed, unless it was compressed, and what was to be frozen."""
     pool = world.pool
-    world.frozen.check_integrity()
+    check_integrity(world.frozen)
     compressing.check_entries(world)
     for block in _exact_frozen(world):
         name = pool.blocks[block].block_hash
@@ -220,7 +221,7 @@ def _check_frozen(world: World) -> None:
 
 def _exact_frozen(world: World) -> set[int]:
     """Frozen blocks that hold a text itself, and not what was made of it."""
-    parts = itertools.chain.from_iterable(world.frozen.parts().values())
+    parts = itertools.chain.from_iterable(frozen_parts(world.frozen).values())
     return {block for part in parts if part.tokens is None for block in part.block_ids}
 
 

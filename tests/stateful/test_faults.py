@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.conversations.conversations import Conversations
 from tests.stateful import test_world
 from tests.stateful.simulation import simulate
 from tests.stateful.world import DOCUMENTS, SIZE, Ask, Setup, World
@@ -27,7 +28,6 @@ from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.compat import scheduler as compat_scheduler
 from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
-from vllm_segreuse.features.conversations.conversations import Conversations
 from vllm_segreuse.features.knowledge import scheduler as frozen_documents
 from vllm_segreuse.features.knowledge.freezing import Freezing
 from vllm_segreuse.features.knowledge.frozen import FrozenPool

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from segreuse_extras.audit.messages import AuditDone, AuditResult
 from segreuse_extras.audit.recorder import Recorder
 from segreuse_tools.estimate.modelless_engine import step_output
 from tests.stateful import compressing, isolated
@@ -28,8 +29,6 @@ from vllm_segreuse.compat.sampler import Sampled
 from vllm_segreuse.connector import SegReuseWorkerMetadata
 from vllm_segreuse.plan import (
     AcceptanceOutcome,
-    AuditDone,
-    AuditResult,
     Message,
     PlanOutcome,
     Restoration,

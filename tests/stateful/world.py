@@ -29,6 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import vllm_segreuse
+from bench.integrity import check_integrity
 from bench.shapes import SUPPORTED
 from segreuse_tools.estimate.modelless_engine import ModellessEngine
 from tests.parts import parts_of
@@ -366,7 +367,7 @@ class World:
         invariants.check(self)
         self.events.check()
         if thorough:
-            self.index.check_integrity()
+            check_integrity(self.index)
 
     def drain(self) -> None:
         """Everything ends, in a bounded number of steps, and leaves nothing behind."""

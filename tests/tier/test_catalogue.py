@@ -8,6 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from bench.integrity import check_integrity
 from tests.tier.world import SIZE, World
 from vllm_segreuse.cache import index as index_module
 from vllm_segreuse.cache.namespace import namespace_key
@@ -81,7 +82,7 @@ def test_records_are_removed_with_their_families() -> None:
     assert len(world.catalogue) == 3
     parents = [record.about.parent for record in world.catalogue]
     assert sorted(map(bool, parents)) == [False, True, True]
-    world.catalogue.check_integrity()
+    check_integrity(world.catalogue)
 
 
 def test_what_the_index_has_no_room_for_is_not_found() -> None:

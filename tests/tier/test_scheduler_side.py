@@ -12,6 +12,7 @@ from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, OPTIONS, PROMPT, SIZE, World
 from tests.tier.fakes import ROW_BYTES, Region
 from vllm_segreuse.plan import ReusePlan, Tier, TierDone, TierOrders
+from vllm_segreuse.scheduling.plan_maker import PlanMaker
 
 EXPLAIN = OPTIONS | {"segreuse_explain": True}
 ROWS = 16
@@ -133,7 +134,7 @@ def test_an_error_over_a_request_holds_no_rows(
     def fail(*args: Any) -> None:
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(parts_of(world.side).planner, "_make_plan", fail)
+    monkeypatch.setattr(PlanMaker, "make", fail)
     assert world.match(world.add(PROMPT), 0) == 0
     assert world.side.status()["tier"]["holds"] == 0
 

@@ -16,6 +16,7 @@ import numpy as np
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
+from bench.integrity import check_integrity
 from tests.tier.fakes import Files, Region, mark
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches, find_matches
@@ -257,8 +258,8 @@ class World:
 
     def check(self) -> None:
         """AssertionError with what is wrong."""
-        self.index.check_integrity()
-        self.catalogue.check_integrity()
+        check_integrity(self.index)
+        check_integrity(self.catalogue)
         assert not self.tier.health.broken
         in_host = {record.key for record in self.catalogue if record.in_host}
         ready = {key for key, chunk in self.chunks.items() if chunk.is_ready}

@@ -19,6 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from segreuse_extras.transfer.connector import (
+    SegReuseTransferConnector,
+    TransferHandshake,
+    TransferMetadata,
+    TransferWorkerMetadata,
+)
+from segreuse_extras.transfer.scheduler import EXACT_UNTIL, Transfers
 from tests.e2e.folder_connector import (
     FolderConnector,
     FolderHandshake,
@@ -32,15 +39,8 @@ from tests.test_kv_group import FULL, kv_cache
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.config.launch import check_config
 from vllm_segreuse.connector import SegReuseWorkerMetadata
-from vllm_segreuse.features.transfer.scheduler import EXACT_UNTIL, Transfers
 from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.plan import ModelLayers
-from vllm_segreuse.transfer_connector import (
-    SegReuseTransferConnector,
-    TransferHandshake,
-    TransferMetadata,
-    TransferWorkerMetadata,
-)
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 NAME = "tests.e2e.folder_connector:FolderConnector"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.features.transfer.scheduler import (
+from segreuse_extras.transfer.scheduler import (
     EXACT_UNTIL,
     DeferredPins,
     ReceivedNames,

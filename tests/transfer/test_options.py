@@ -9,13 +9,13 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from segreuse_extras.transfer import refusals
+from segreuse_extras.transfer.hosted import is_hosted, transfer_config
+from segreuse_extras.transfer.options import NAMED, NIXL, OTHERS, TransferServer
 from vllm_segreuse import kv_transfer_config
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import check_config, names_connector, runs_alone
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.features.transfer import refusals
-from vllm_segreuse.features.transfer.hosted import is_hosted, transfer_config
-from vllm_segreuse.features.transfer.options import NAMED, NIXL, OTHERS, TransferServer
 from vllm_segreuse.options.server import ConfigError
 
 NIXL_BESIDE = {"kv_connector": "NixlConnector"}
@@ -105,7 +105,7 @@ def test_the_role_is_that_of_the_hosted_connector(role: str) -> None:
     assert config.kv_role == role
     checked = check_config(config)
     assert checked.kv_connector == "SegReuseTransferConnector"
-    assert checked.kv_connector_module_path == "vllm_segreuse.transfer_connector"
+    assert checked.kv_connector_module_path == "segreuse_extras.transfer.connector"
     assert names_connector(checked)
     assert check_config(checked) is checked
     assert not runs_alone(checked)

@@ -65,37 +65,6 @@ class Finder(Protocol):
         return keeping(matches, kept)
 
 
-class FinderAround(Finder):
-    """Finds more than another finder, to which it leaves what only that one knows.
-
-    Args:
-        finder: the other one.
-    """
-
-    is_exact = False
-
-    def __init__(self, finder: Finder) -> None:
-        self._finder = finder
-
-    @property
-    def halo(self) -> Halo:
-        return self._finder.halo
-
-    def prepare(self, prompt: Prompt) -> None:
-        self._finder.prepare(prompt)
-
-    def least_tokens(self, block_size: int) -> int:
-        return self._finder.least_tokens(block_size)
-
-    def plan_stop(self, matches: Matches, start: int, stop: int) -> int:
-        return self._finder.plan_stop(matches, start, stop)
-
-    def part(
-        self, prompt: Prompt, matches: Matches, kept: BoolArray, start: int, stop: int
-    ) -> Matches | None:
-        return self._finder.part(prompt, matches, kept, start, stop)
-
-
 class ContentFinder(Finder):
     """Segments at any offset, by their tokens; see `matcher.py`.
 

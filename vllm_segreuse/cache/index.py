@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_segreuse.cache.integrity import check
 from vllm_segreuse.cache.known import Known
 from vllm_segreuse.cache.links import (
     DEPTH,
@@ -442,10 +441,6 @@ class SegmentIndex:
     def __contains__(self, block_id: int) -> bool:
         """Whether the block is known in any namespace."""
         return 0 <= block_id < self.num_blocks and bool(self._born[block_id])
-
-    def check_integrity(self) -> None:
-        """Walk every link both ways; AssertionError with what is wrong. O(blocks), for tests."""
-        check(self)
 
 
 def was_before(step: int, other: int) -> bool:

@@ -51,7 +51,7 @@ BLOCK, KEY, PARENT, CELL_ID = range(4)
 _handles = itertools.count(1)  # one means nothing to another index, or after `clear`
 
 # Where cells and marks come from: the first that was released, the first that was never used.
-_CELL, _UNUSED_CELL, _MARK, _UNUSED_MARK = range(4)
+FREE_CELL, UNUSED_CELL, FREE_MARK, UNUSED_MARK = range(4)
 # What is in use, behind them.
 _CELLS, _MARKS = 4, 5
 
@@ -201,44 +201,6 @@ class Known:
         if first is not None:
             _attach(self._cells, self._first_cell, self._spares, first, GONE)
 
-    def check_integrity(self) -> None:
-        """Recount all holds, walk the cells of all blocks; AssertionError with what is wrong."""
-        cells, holds = self._cells, np.zeros(self._cells.size, np.int64)
-        marks = [mark for first in self._first_mark for mark in self._run(first)]
-        ends = self._marks["cell"][marks].tolist()
-        assert len(ends) == self.num_marks, f"{len(ends)} marks, but {self.num_marks} are counted"
-        away = [cell for first in self._detached.values() for cell in self._same(first)]
-        in_use, waiting = set[int](), [*ends, *away]
-        np.add.at(holds, waiting, 1)
-        while waiting:
-            cell = waiting.pop()
-            if cell not in in_use:
-                in_use.add(cell)
-                if (parent := int(cells["parent"][cell])) >= 0:
-                    holds[parent] += 1
-                    waiting.append(parent)
-        assert len(in_use) == self.num_cells, f"{self.num_cells - len(in_use)} cells are lost"
-        free = self._same(int(self._spares[_CELL]))
-        assert self._spares[_UNUSED_CELL] == len(in_use) + len(free), "a free cell is lost"
-        free = self._run(int(self._spares[_MARK]) + 1)
-        assert self._spares[_UNUSED_MARK] == len(ends) + len(free), "a free mark is lost"
-        used = sorted(in_use)
-        assert (cells["holds"][used] == holds[used]).all(), "holds of cells"
-        for block in np.flatnonzero(self._first_cell).tolist():
-            mine = self._same(int(self._first_cell[block]) - 1)
-            assert in_use.issuperset(mine), f"block {block} has a cell that is not in use"
-            assert (cells["block"][mine] == block).all(), f"a cell of block {block} is another's"
-        there = np.count_nonzero(cells["block"][used] >= 0)
-        listed = sum(len(self._same(int(first) - 1)) for first in self._first_cell if first)
-        assert there == listed, "a cell is not among those of its block"
-
-    def _run(self, first: int) -> list[int]:
-        found, mark = [], int(first) - 1
-        while mark >= 0:
-            found.append(mark)
-            mark = int(self._marks["following"][mark])
-        return found
-
     def _same(self, cell: int) -> list[int]:
         found = []
         while cell >= 0:
@@ -247,9 +209,9 @@ class Known:
         return found
 
     def _reserve(self, namespace: int, num_cells: int) -> None:
-        if self._spares[_UNUSED_CELL] + num_cells > self._cells.size:
+        if self._spares[UNUSED_CELL] + num_cells > self._cells.size:
             self._cells = np.resize(self._cells, 2 * self._cells.size + num_cells)
-        if self._spares[_UNUSED_MARK] == self._marks.size:
+        if self._spares[UNUSED_MARK] == self._marks.size:
             self._marks = np.resize(self._marks, 2 * self._marks.size)
         if namespace >= self._first_mark.size:
             grown = np.zeros(2 * namespace, np.int32)
@@ -288,12 +250,12 @@ def _add_cells(
 def _new_cell(
     cells: Cells, first_cell: IntArray, spares: IntArray, block: int, key: np.uint32, parent: int
 ) -> int:
-    cell = spares[_CELL]
+    cell = spares[FREE_CELL]
     if cell >= 0:
-        spares[_CELL] = cells[cell].following
+        spares[FREE_CELL] = cells[cell].following
     else:
-        cell = spares[_UNUSED_CELL]
-        spares[_UNUSED_CELL] += 1
+        cell = spares[UNUSED_CELL]
+        spares[UNUSED_CELL] += 1
     node = cells[cell]
     node.block, node.key, node.parent, node.holds = block, key, parent, 0
     node.following = first_cell[block] - 1
@@ -308,12 +270,12 @@ def _new_cell(
 def _add_mark(
     marks: Marks, first_mark: IntArray, spares: IntArray, namespace: int, cell: int, count: int
 ) -> None:
-    mark = spares[_MARK]
+    mark = spares[FREE_MARK]
     if mark >= 0:
-        spares[_MARK] = marks[mark].following
+        spares[FREE_MARK] = marks[mark].following
     else:
-        mark = spares[_UNUSED_MARK]
-        spares[_UNUSED_MARK] += 1
+        mark = spares[UNUSED_MARK]
+        spares[UNUSED_MARK] += 1
     node = marks[mark]
     node.cell, node.count, node.following = cell, count, first_mark[namespace] - 1
     first_mark[namespace] = mark + 1
@@ -379,8 +341,8 @@ def _prune(
             else:
                 first_mark[namespace] = following + 1
             _release(cells, first_cell, spares, marks[mark].cell)
-            marks[mark].following = spares[_MARK]
-            spares[_MARK] = mark
+            marks[mark].following = spares[FREE_MARK]
+            spares[FREE_MARK] = mark
             spares[_MARKS] -= 1
         mark = following
     return left
@@ -402,8 +364,8 @@ def _release(cells: Cells, first_cell: IntArray, spares: IntArray, cell: int) ->
                 while cells[other].following != cell:
                     other = cells[other].following
                 cells[other].following = node.following
-        node.following = spares[_CELL]
-        spares[_CELL] = cell
+        node.following = spares[FREE_CELL]
+        spares[FREE_CELL] = cell
         spares[_CELLS] -= 1
         cell = node.parent
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.matcher import warm_up
 from vllm_segreuse.compat import kv_cache_manager, triton_dispatcher
 from vllm_segreuse.compat.block_events import Naming
@@ -32,7 +32,7 @@ from vllm_segreuse.scheduling.feature import Features
 from vllm_segreuse.scheduling.making import Making
 from vllm_segreuse.scheduling.methods import Methods
 from vllm_segreuse.scheduling.parts import Parts
-from vllm_segreuse.scheduling.planner import BlockPins, PipelineStages, Planner
+from vllm_segreuse.scheduling.planner import BlockPins, Planner
 from vllm_segreuse.scheduling.reporting import Accounts
 from vllm_segreuse.scheduling.scheduler import SchedulerSide
 
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-
-FORGOTTEN_PER_BLOCK = 4
-"""Blocks that no longer donate are remembered, for each that there is: 36 bytes."""
 
 
 def scheduler_side(
@@ -74,7 +71,6 @@ def scheduler_side(
     making = Making(
         core,
         ContentFinder(core.index, config.max_provenance_depth),
-        Forgotten(core.index, core.namespaces, FORGOTTEN_PER_BLOCK * core.num_blocks),
         None if region is None else start_tier(core, options, region),
         layout,
     )
@@ -106,7 +102,6 @@ def _parts(making: Making, features: Features) -> Parts:
         core.requests,
         core.config.max_provenance_depth,
         core.health,
-        making.forgotten,
         [follower for feature in features for follower in feature.followers],
     )
     budget = StepBudget(_step_tokens(core))
@@ -122,7 +117,7 @@ def _parts(making: Making, features: Features) -> Parts:
         clock=time.perf_counter,
         on_match=functools.partial(core.stats.observe, "match_seconds"),
         tier=store,
-        stages=_stages(core, methods),
+        stages_run=_stages_run(core, methods),
     )
     naming: Naming = ExactNames(core.requests, planner, core.block_size)
     for feature in features.having("naming"):
@@ -137,27 +132,13 @@ def _parts(making: Making, features: Features) -> Parts:
     return Parts(core, methods, Accounts(core.stats, layers), features, donors, planner)
 
 
-class _Stages:
-    """See `PipelineStages`.
-
-    Args:
-        methods: know the layers of the model.
-        first: layers of the first stage.
-    """
-
-    def __init__(self, methods: Methods, first: int) -> None:
-        self._methods, self._first = methods, first
-
-    def run(self, program: Program) -> bool:
-        """Whether the first stage's layers are enough to choose by."""
-        return program.layers_before_choice(self._methods.layers) <= self._first
-
-
-def _stages(core: Core, methods: Methods) -> PipelineStages | None:
-    """Those of the engine; None: there is one."""
+def _stages_run(core: Core, methods: Methods) -> Callable[[Program], bool] | None:
+    """Whether the layers of an engine's first pipeline stage are enough for a program to choose by;
+    None: there is one stage."""
     if core.vllm_config.parallel_config.pipeline_parallel_size == 1:
         return None
-    return _Stages(methods, len(layers_of_stages(core.vllm_config)[0]))
+    first = len(layers_of_stages(core.vllm_config)[0])
+    return lambda program: program.layers_before_choice(methods.layers) <= first
 
 
 def _pins(core: Core, features: Features) -> BlockPins:

@@ -11,6 +11,7 @@ from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.model.cells import cell_content_bytes
 from vllm_segreuse.options.server import ServerOptions
+from vllm_segreuse.prefill.checks import OtherStages
 from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 from vllm_segreuse.prefill.worker import WorkerSide, backlog_of, proven
 
@@ -40,12 +41,14 @@ def worker_side(
     codec = Codec.RAW if tier is None else Codec(tier.codec)
     if codec is not Codec.RAW:
         cell_content_bytes(kv_cache_config, codec)  # it refuses what the codec cannot store
-    runtime = proven(vllm_config, kv_cache_config, config.cuts, codec, stats)
+    linked = (module.linked(vllm_config) for module in having("stages"))
+    stages: OtherStages | None = next((it for it in linked if it is not None), None)
+    runtime = proven(vllm_config, kv_cache_config, config.cuts, codec, stats, stages)
     making = MakingWorker(vllm_config, config, kv_cache_config, runtime)
     made = [module.start(making) for module in having("worker")]
     features: list[WorkerFeature] = [feature for feature in made if feature is not None]
     prefill = runtime.prefill
     for feature in features:
         prefill = feature.carried_out_by(prefill)
-    backlog = backlog_of(prefill, vllm_config, config, runtime.link)
+    backlog = backlog_of(prefill, vllm_config, config, stages)
     return WorkerSide(backlog, features, stats, vllm_config.parallel_config.rank == 0)

@@ -5,18 +5,18 @@ All ways in end in one `KVTransferConfig` that names our connector. Its role is 
 vLLM's scheduler takes consumers and `kv_both` for connectors that fill blocks behind its back, and
 then defers the freeing of blocks and accepts multimodal requests without their tensors
 (`v1/core/sched/scheduler.py`, `config/vllm.py`). Ours copies on the device, in stream order.
-A transfer connector beside ours (`beside`) brings a role of its own.
+A feature may have a class of its own in the place of ours (`launch.py` in its folder).
 """
 
 import argparse
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine import supported
 from vllm_segreuse.engine.version import require_supported_vllm
 from vllm_segreuse.features import having
-from vllm_segreuse.features.transfer.options import BesideOptions, TransferServer
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 CONNECTOR = "SegReuseConnector"
 CONNECTOR_MODULE = "vllm_segreuse.connector"
-TRANSFER_CONNECTOR = "SegReuseTransferConnector"
-TRANSFER_MODULE = "vllm_segreuse.transfer_connector"
-"""Of an engine with a transfer connector beside ours (`features/transfer/`)."""
-
 KV_ROLE = "kv_producer"
 
 _ALONE = (
@@ -46,12 +42,12 @@ def kv_transfer_config(options: Mapping[str, Any]) -> "KVTransferConfig":
     require_supported_vllm()
     from vllm.config import KVTransferConfig
 
-    beside = TransferServer.of(SegReuseConfig.from_options(options)).beside
-    role = beside.kv_role if beside is not None else None
+    checked = SegReuseConfig.from_options(options)
+    roles = [role for module in having("launch") if (role := module.role_of(checked))]
     return KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role=role or KV_ROLE,
+        kv_role=roles[0] if roles else KV_ROLE,
         kv_connector_extra_config=dict(options),
     )
 
@@ -61,11 +57,17 @@ def names_connector(config: "KVTransferConfig | Mapping[str, Any] | None") -> bo
     if config is None:
         return False
     found = _as_config(config)
-    return any(found.has_connector(name) for name in (CONNECTOR, TRANSFER_CONNECTOR))
+    return any(found.has_connector(name) for name in _connectors())
+
+
+@cache
+def _connectors() -> tuple[str, ...]:
+    """Names of our connector, and of those that features have in its place."""
+    return CONNECTOR, *(module.CONNECTOR for module in having("launch"))
 
 
 def runs_alone(config: "KVTransferConfig | None") -> bool:
-    """Whether `config` names our connector, and no transfer connector beside it."""
+    """Whether `config` names our connector itself."""
     return config is not None and config.kv_connector == CONNECTOR
 
 
@@ -131,7 +133,7 @@ def check_config(
             reach.
     """
     config = _as_config(config)
-    if config.kv_connector not in (CONNECTOR, TRANSFER_CONNECTOR):
+    if config.kv_connector not in _connectors():
         raise ConfigError(f"{_ALONE}; name {CONNECTOR} alone instead of in a {config.kv_connector}")
     if offloading is not None:
         config.kv_connector_extra_config = _offloading_to_tier(
@@ -140,7 +142,14 @@ def check_config(
     checked = SegReuseConfig.from_options(
         config.kv_connector_extra_config, source="kv_connector_extra_config"
     )
-    _check_transfer(config, TransferServer.of(checked).beside)
+    if not any(module.completed(config, checked) for module in having("launch")):
+        if config.kv_role != KV_ROLE:
+            raise ConfigError(
+                f"kv_role={config.kv_role}: with it vLLM frees blocks late, and cannot reset the "
+                f'cache while requests run: write "kv_role": "{KV_ROLE}" in --kv-transfer-config'
+            )
+        config.kv_connector = CONNECTOR
+        config.kv_connector_module_path = config.kv_connector_module_path or CONNECTOR_MODULE
 
     import vllm.envs
 
@@ -149,35 +158,6 @@ def check_config(
             "segment reuse checks requests in the Python API server: unset VLLM_USE_RUST_FRONTEND"
         )
     return config
-
-
-def _check_transfer(config: "KVTransferConfig", beside: BesideOptions | None) -> None:
-    """Checks role and transfer connector, and completes `config` with the class that runs them.
-
-    Raises:
-        ConfigError: the role is no transfer connector's, or there is none; or it cannot be hosted.
-    """
-    if beside is None:
-        if config.kv_role != KV_ROLE:
-            raise ConfigError(
-                f"kv_role={config.kv_role}: with it vLLM frees blocks late, and cannot reset the "
-                f'cache while requests run: write "kv_role": "{KV_ROLE}" in --kv-transfer-config'
-            )
-        config.kv_connector = CONNECTOR
-        config.kv_connector_module_path = config.kv_connector_module_path or CONNECTOR_MODULE
-        return
-    # Imported here: it loads vLLM's connectors.
-    from vllm_segreuse.features.transfer.hosted import connector_class, transfer_config
-
-    if beside.kv_role not in (None, config.kv_role):
-        raise ConfigError(
-            f"beside.kv_role={beside.kv_role}, and kv_role={config.kv_role} in "
-            "--kv-transfer-config: give both the same, or drop beside.kv_role"
-        )
-    if beside.kv_load_failure_policy is not None:
-        config.kv_load_failure_policy = beside.kv_load_failure_policy
-    connector_class(transfer_config(beside, config))
-    config.kv_connector, config.kv_connector_module_path = TRANSFER_CONNECTOR, TRANSFER_MODULE
 
 
 def _offloading_to_tier(options: Mapping[str, Any], flags: KvOffloading) -> dict[str, Any]:

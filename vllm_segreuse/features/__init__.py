@@ -5,9 +5,13 @@
     refusals.py     what it refuses when an engine starts
     metrics.py      rows of the table of metrics
     scheduler.py    its half in the scheduler's process (`scheduling/feature.py`)
-    worker.py       its half in a worker (`prefill/feature.py`); only this may import torch
+    worker.py       its half in a worker (`prefill/feature.py`); this and the next may import torch
+    stages.py       what binds a worker to other pipeline stages (`prefill/checks.py`)
     api.py          routes of the administrator
     front.py        its half in an API server (`serve/front.py`)
+    checks.py       what it refuses of requests before an engine gets them (`serve/requests.py`)
+    launch.py       a connector in the place of ours (`config/launch.py`): its `CONNECTOR`, the
+                    engine's role, and an engine's configuration completed for it
 
 A folder has those of these files that the feature needs. To add a feature, add its folder, and its
 name to `FEATURES`. The folders are here, and in `segreuse_extras/`, which the rest of this package
@@ -25,15 +29,15 @@ FEATURES = (
     "segreuse_extras.audit",
     "segreuse_extras.trained",
     "segreuse_extras.compressed",
-    "vllm_segreuse.features.images",
+    "segreuse_extras.images",
     "segreuse_extras.similar",
-    "vllm_segreuse.features.conversations",
+    "segreuse_extras.conversations",
     "segreuse_extras.context",
-    "vllm_segreuse.features.coalescing",
+    "segreuse_extras.coalescing",
     "segreuse_extras.healing",
     "vllm_segreuse.features.tier",
-    "vllm_segreuse.features.transfer",
-    "vllm_segreuse.features.pipeline",
+    "segreuse_extras.transfer",
+    "segreuse_extras.pipeline",
     "segreuse_extras.explain",
     "segreuse_extras.tracing",
     "segreuse_extras.viewer",

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.model.modules import UnsupportedModelError
 
 
 class Draft:

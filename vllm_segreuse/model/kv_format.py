@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm_segreuse.engine.supported import KV_CACHE_DTYPES
 from vllm_segreuse.kernels.arguments import FP8
 from vllm_segreuse.kernels.pages import flat_pages
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 
 _FP8 = {
     "fp8": torch.float8_e4m3fn,

@@ -11,142 +11,23 @@ the layers is proven at start-up by comparing with the model's own forward (`pre
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 
 from vllm_segreuse.model import token_kv
-
-
-class UnsupportedModelError(RuntimeError):
-    """The model is not of a shape that segment reuse supports; the text says why."""
-
-
-@dataclass
-class LayerState:
-    """What flows between decoder layers: tensors `[tokens, hidden]`; `residual` may be absent."""
-
-    hidden_states: torch.Tensor
-    residual: torch.Tensor | None
-
-    @property
-    def stream(self) -> torch.Tensor:
-        """The residual stream: what the next layer adds up before it does anything else."""
-        if self.residual is None:
-            return self.hidden_states
-        return self.hidden_states + self.residual
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names that vLLM's models give them where they hand them to another stage."""
-        named = {"hidden_states": self.hidden_states}
-        return named if self.residual is None else named | {"residual": self.residual}
-
-    def summed(self) -> LayerState:
-        """The residual stream alone, half as much, in the place of the hidden states."""
-        if self.residual is None:
-            return self
-        return LayerState(self.hidden_states.add_(self.residual), None)
-
-    def take(self, index: torch.Tensor | slice) -> LayerState:
-        """The states of the given rows."""
-        return LayerState(
-            self.hidden_states[index], None if self.residual is None else self.residual[index]
-        )
-
-    def kept(self, index: torch.Tensor, at_once: int) -> LayerState:
-        """The states of some rows where others were, so that they are never held twice: these are
-        lost.
-
-        Args:
-            index: ascending.
-            at_once: rows that are read before they are written.
-        """
-        for tensor in (self.hidden_states, self.residual):
-            if tensor is not None:
-                for first in range(0, len(index), at_once):
-                    rows = index[first : first + at_once]
-                    tensor[first : first + len(rows)] = tensor[rows]
-        return self.take(slice(0, len(index)))
-
-    def followed_by(self, other: LayerState) -> LayerState:
-        """The states of these tokens, and then of others, from the same layer."""
-        hidden_states = torch.cat([self.hidden_states, other.hidden_states])
-        if self.residual is None or other.residual is None:
-            return LayerState(hidden_states, None)
-        return LayerState(hidden_states, torch.cat([self.residual, other.residual]))
-
-    def clone(self) -> LayerState:
-        """A copy: layers change theirs in place."""
-        return LayerState(
-            self.hidden_states.clone(), None if self.residual is None else self.residual.clone()
-        )
-
-
-class LayerInputs(NamedTuple):
-    """What decoder layers are given of a chunk of tokens beside their state.
-
-    Attributes:
-        positions: `[tokens]`, or of each row.
-        further: the other arguments of each layer, as the model's own forward hands them over; of
-            one layer alone if they are those of all.
-    """
-
-    positions: torch.Tensor
-    further: Sequence[Mapping[str, object]]
-
-    def of(self, layer: int) -> Mapping[str, object]:
-        """The other arguments of a layer."""
-        return self.further[layer if len(self.further) > 1 else 0]
-
-
-class Collected:
-    """States of chunks, put where they belong among all tokens: never held twice.
-
-    Args:
-        count: how many tokens there are.
-        before: what entered where the chunks come from; each chunk takes the place of its own.
-    """
-
-    def __init__(self, count: int, before: LayerState | None = None) -> None:
-        self._count = count
-        self.state = before or LayerState(torch.empty(0), None)
-
-    def add(self, part: slice, chunk: LayerState) -> None:
-        """The state of tokens `part`."""
-        if len(chunk.hidden_states) == self._count:
-            self.state = chunk
-            return
-        if part.start == 0:
-            before, residual = self.state, None
-            if chunk.residual is not None:
-                residual = self._room(chunk.residual, before.residual)
-            hidden_states = self._room(chunk.hidden_states, before.hidden_states)
-            self.state = LayerState(hidden_states, residual)
-        residual = chunk.residual
-        if residual is not None and _share_storage(residual, self.state.hidden_states):
-            residual = residual.clone()  # a layer may add to what it was given, and return it so
-        self.state.hidden_states[part] = chunk.hidden_states
-        if residual is not None:
-            assert self.state.residual is not None
-            self.state.residual[part] = residual
-
-    def _room(self, chunk: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        shape = self._count, *chunk.shape[1:]
-        if before is not None and before.shape == shape and before.dtype == chunk.dtype:
-            return before
-        return chunk.new_empty(shape)
-
-
-def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+from vllm_segreuse.model.layer_state import LayerInputs, LayerState
+from vllm_segreuse.model.modules import (
+    UnsupportedModelError,
+    arguments_of,
+    find_layers,
+    in_the_place_of,
+    num_writing,
+)
 
 
 class _EmbeddingsReady(BaseException):
@@ -197,8 +78,8 @@ class DecoderStack:
         self.position_rows = position_rows
         self.hands_on = hands_on
         self._handed: LayerState | None = None
-        layers, attention = _find_layers(model, {**attention_by_name, **(sharing or {})})
-        count = _num_writing(attention, sharing or {})
+        layers, attention = find_layers(model, {**attention_by_name, **(sharing or {})})
+        count = num_writing(attention, sharing or {})
         self.layers, self.behind = layers[:count], layers[count:]
         self.attention = attention[:count]
         parameters = inspect.signature(self.layers[0].forward).parameters
@@ -312,7 +193,7 @@ class DecoderStack:
         found: list[dict[str, object]] = []
 
         def note(*args: object, **kwargs: object) -> object:
-            given = _arguments(self._signature, args, kwargs)
+            given = arguments_of(self._signature, args, kwargs)
             found.append(given)
             of_tokens = self._of_tokens(given, len(token_ids))
             if not of_tokens or len(found) == len(self.layers):
@@ -532,21 +413,6 @@ def _with_auxiliary(output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 _STATE = ("positions", "hidden_states", "residual")
 
 
-def _arguments(
-    signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
-) -> dict[str, object]:
-    """Arguments of a call, by name."""
-    bound = signature.bind(*args, **kwargs)
-    kinds = signature.parameters
-    given: dict[str, object] = {}
-    for name, value in bound.arguments.items():
-        if kinds[name].kind is inspect.Parameter.VAR_KEYWORD:
-            given |= value
-        else:
-            given[name] = value
-    return given
-
-
 def _further(given: Mapping[str, object]) -> dict[str, object]:
     """What a layer is given beside its state and its tokens' positions."""
     return {name: value for name, value in given.items() if name not in _STATE}
@@ -556,56 +422,3 @@ def _tensors(value: object) -> list[torch.Tensor]:
     """An argument, or those in it: cosines and sines come in a tuple."""
     values = value if isinstance(value, tuple | list) else (value,)
     return [each for each in values if isinstance(each, torch.Tensor)]
-
-
-@contextmanager
-def in_the_place_of(layers: Sequence[nn.Module], forward: Callable[..., object]) -> Iterator[None]:
-    """Modules run this instead, with their hooks, whoever calls their `forward`."""
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        vars(layer)["forward"] = forward
-    try:
-        yield
-    finally:
-        for layer, replaced in zip(layers, before, strict=True):
-            if replaced is None:
-                del vars(layer)["forward"]
-            else:
-                vars(layer)["forward"] = replaced
-
-
-def _num_writing(attention: Sequence[nn.Module], sharing: Mapping[str, nn.Module]) -> int:
-    """How many layers write KV, all in front of those that share it.
-
-    Raises:
-        UnsupportedModelError: some write theirs behind these.
-    """
-    names = {id(layer): name for name, layer in sharing.items()}
-    count = sum(1 for _ in takewhile(lambda layer: id(layer) not in names, attention))
-    if count + len(names) != len(attention):
-        raise UnsupportedModelError(
-            f"{names[id(attention[count])]} shares the KV of another layer, and layers behind it "
-            "write theirs"
-        )
-    return count
-
-
-def _find_layers(
-    model: nn.Module, attention_by_name: Mapping[str, nn.Module]
-) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The module list whose members hold exactly one attention layer each, and all of them. Layers
-    of other pipeline stages are no members."""
-    wanted = {id(module) for module in attention_by_name.values()}
-    for _, candidate in model.named_modules():
-        if not isinstance(candidate, nn.ModuleList):
-            continue
-        layers = [layer for layer in candidate if not isinstance(layer, PPMissingLayer)]
-        if len(layers) != len(wanted):
-            continue
-        attention = [[m for m in layer.modules() if id(m) in wanted] for layer in layers]
-        if all(len(found) == 1 for found in attention):
-            return layers, [found[0] for found in attention]
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has no list of decoder layers with one attention layer each "
-        f"({len(wanted)} attention layers in all)"
-    )

@@ -7,18 +7,12 @@ Each raises `ValueError` with what is allowed; the text follows "option=value".
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any
 
 from pydantic import BeforeValidator, ValidationError
 
 MAX_TOKENS = 2**31 - 1
 """Also keeps integers within what msgpack carries to the engine."""
-
-ALL, FULL_PREFIX = "all", "full_prefix"
-"""All layers, and everything that is in front, where layers and tokens are numbers."""
-
-_MOST_CONTEXT = 4096
 
 
 class _ShortRepr(reprlib.Repr):
@@ -98,37 +92,6 @@ def path(value: Any) -> Any:
     if value is not None and (not isinstance(value, str) or not value or "\0" in value):
         raise ValueError("must be a path, or null")
     return value
-
-
-def contexts_by_layer(value: Any) -> dict[str, int | str] | None:
-    """{layer or "all": tokens or "full_prefix"}, by layer; JSON has texts as keys."""
-    if value is None:
-        return None
-    rule = (
-        'must map layers from 1 on, or "all", to a number of tokens, or "full_prefix", and not to '
-        "fewer for higher layers; or be null"
-    )
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(rule)
-    by_layer = {math.inf if key == ALL else _layer(key, rule): key for key in value}
-    if len(by_layer) < len(value):
-        raise ValueError(f"{rule}; a layer is there twice, as a number and as a text")
-    layers = sorted(by_layer.items())
-    contexts = [value[key] for _, key in layers]
-    for context in contexts:
-        if context != FULL_PREFIX and not (is_int(context) and 0 <= context <= _MOST_CONTEXT):
-            raise ValueError(rule)
-    needed = [math.inf if context == FULL_PREFIX else context for context in contexts]
-    if any(below > above for below, above in pairwise(needed)):
-        raise ValueError(rule)
-    return {str(key): context for (_, key), context in zip(layers, contexts, strict=True)}
-
-
-def _layer(key: object, rule: str) -> int:
-    text = str(key)
-    if isinstance(key, bool) or not (text.isascii() and text.isdigit() and 0 < int(text) < 1000):
-        raise ValueError(rule)
-    return int(text)
 
 
 def tokens_or_null(low: int, null: str) -> BeforeValidator:

@@ -5,7 +5,6 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 """
 
 from vllm_segreuse.plan.arrays import BoolArray, Fates, FloatArray, IntArray
-from vllm_segreuse.plan.audits import AuditDone, AuditOrders, AuditResult, Recording, Reference
 from vllm_segreuse.plan.check import NO_HALO, Check, Halo
 from vllm_segreuse.plan.compression import AnchorOrder, CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
@@ -36,9 +35,6 @@ __all__ = [
     "TO_THE_END",
     "AcceptanceOutcome",
     "AnchorOrder",
-    "AuditDone",
-    "AuditOrders",
-    "AuditResult",
     "BoolArray",
     "Boundary",
     "Check",
@@ -62,8 +58,6 @@ __all__ = [
     "Probed",
     "Program",
     "Recipe",
-    "Recording",
-    "Reference",
     "Restoration",
     "ReusePlan",
     "ScoreOrder",

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import nn
 from vllm.config import CompilationMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -29,12 +28,15 @@ from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import check_format, typed_pages
 from vllm_segreuse.model.kv_layout import PageLayoutError, discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import DecoderStack, LayerState, UnsupportedModelError
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.positions import position_rows
 from vllm_segreuse.model.rope import DeltaRope, RopeError, of_transformers
 from vllm_segreuse.plan import ModelLayers
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention
+from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.drafts import DraftRunner
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.layer_runner import (
@@ -57,18 +59,14 @@ from vllm_segreuse.prefill.proofs.images import prove_images
 from vllm_segreuse.prefill.proofs.long_contexts import prove_long_contexts
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import (
-    allowed_deviation,
     prove_compiled,
     prove_passes,
-    require_equal,
     warm_up,
 )
 from vllm_segreuse.prefill.proofs.rotations import check_rotated_channels, prove_rotations
 from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch, count_and_distance
 from vllm_segreuse.prefill.rows import MOST_DECODES, RowBuilder
-from vllm_segreuse.prefill.stages.link import Link
-from vllm_segreuse.prefill.stages.proof import Following, HandedStates, exchange
 from vllm_segreuse.prefill.states import BoundaryStates
 
 if TYPE_CHECKING:
@@ -87,7 +85,6 @@ class Runtime:
         merge_size: patches of an image per token in a row, and in a column; None: images are not
             reused (`proofs/images.py`).
         graphs: proves CUDA graphs, once they are captured; None: passes run by none.
-        link: to the other pipeline stages; None: there are none.
     """
 
     prefill: SparsePrefill
@@ -95,7 +92,6 @@ class Runtime:
     kernels: str
     merge_size: int | None
     graphs: GraphProof | None
-    link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +174,30 @@ def layers_of(stack: DecoderStack, max_model_len: int) -> ModelLayers:
     return model_layers(kinds, len(stack.behind), is_last=not stack.hands_on)
 
 
+class OtherStages(Protocol):
+    """The other pipeline stages, to a worker of one of them: `linked` of a `stages.py` makes it,
+    before anything can fail. After that no stage waits for a later one, and vLLM hears of errors in
+    the order of ranks."""
+
+    def exchange(self, scratch: Scratch) -> LayerState | None:
+        """Give the scratch tokens what the stage before has made of them. Returns what the model
+        hands on of them; None: this stage is the last."""
+
+    def proven(self, parts: PassParts) -> tuple[SparsePrefill, float]:
+        """The pass of this stage, whose states go to the next one, and the largest deviation.
+
+        Raises:
+            UnsupportedModelError: it could not be proven.
+        """
+
+    def backlog(self, prefill: SparsePrefill, step_work: int) -> Backlog:
+        """What carries plans out together with the others.
+
+        Args:
+            step_work: layer-tokens in one step.
+        """
+
+
 def prove(
     model: nn.Module,
     vllm_config: VllmConfig,
@@ -185,6 +205,7 @@ def prove(
     cuts: Sequence[int] = (),
     codec: Codec = Codec.RAW,
     drafter: Any | None = None,
+    stages: OtherStages | None = None,
 ) -> Runtime:
     """Build the sparse pass for a loaded model and prove it, on scratch blocks of the empty cache.
 
@@ -195,24 +216,19 @@ def prove(
         cuts: layers whose inputs are kept from here on.
         codec: of the second tier.
         drafter: vLLM's proposer of a draft that has KV; None: there is none.
+        stages: the other pipeline stages; None: there are none.
 
     Raises:
         RefusedError: naming the layer or the property that could not be proven.
     """
     _check_drafter(vllm_config, drafter)
-    link = None
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        # Before anything can fail: all ranks take part. After that no stage waits for a later one,
-        # and vLLM hears of errors in the order of ranks.
-        link = Link(torch.device(vllm_config.device_config.device))
     structure = read_structure(model, vllm_config, kv_cache_config, drafter)
     try:
-        parts = _build(model, structure, vllm_config, kv_cache_config, cuts, codec, link)
-        if link is not None:
-            prefill, max_deviation = _prove_stage(parts, link)
-            return Runtime(prefill, max_deviation, structure.description, None, None, link)
+        parts = _build(model, structure, vllm_config, kv_cache_config, cuts, codec, stages)
+        if stages is not None:
+            return Runtime(*stages.proven(parts), structure.description, None, None)
         prefill = SparsePrefill(parts.layers(), parts.aligner, parts.draft_runner)
-        max_deviation = _prove(parts, prefill)
+        max_deviation = prove_parts(parts, prefill)
         merge_size = prove_images(model, vllm_config.model_config, parts.scratch, prefill)
         graphs = None
         if may_run_compiled(vllm_config) and not structure.stack.behind:
@@ -227,7 +243,7 @@ def prove(
 
 
 @dataclass(frozen=True)
-class _Parts:
+class PassParts:
     """What the sparse pass of a model is built of, and proven on.
 
     Attributes:
@@ -287,8 +303,8 @@ def _build(
     kv_cache_config: KVCacheConfig,
     cuts: Sequence[int],
     codec: Codec,
-    link: Link | None,
-) -> _Parts:
+    stages: OtherStages | None,
+) -> PassParts:
     """The parts of the pass. Rotations are proven on the way: layers are known by them."""
     group, stack, layouts = structure.group, structure.stack, structure.layouts
     most_rows = most_rows_of(vllm_config, structure.kernels)
@@ -307,10 +323,7 @@ def _build(
         vllm_config,
         structure.stage,
     )
-    handed = None
-    if link is not None:
-        link.sample = stack.sample_of_handed(scratch.dtype, stack.attention[0].kv_cache.device)
-        handed = exchange(scratch, link)
+    handed = None if stages is None else stages.exchange(scratch)
     # From here on: the model's own forward leaves them, too.
     states = _boundary_states(stack, cuts, group.block_size, kv_cache_config, vllm_config)
     ropes = prove_rotations(scratch, [] if stack.takes_positions else of_transformers(model))
@@ -322,7 +335,7 @@ def _build(
     drafted = None
     if structure.draft is not None:
         drafted = DraftProof(structure.draft, scratch, group, adapters, vllm_config)
-    return _Parts(
+    return PassParts(
         structure=structure,
         scratch=scratch,
         rows=rows,
@@ -337,7 +350,7 @@ def _build(
     )
 
 
-def _prove(parts: _Parts, prefill: SparsePrefill) -> float:
+def prove_parts(parts: PassParts, prefill: SparsePrefill) -> float:
     """What moves tokens, what scores them, and what computes them, on text and eagerly.
 
     Returns:
@@ -358,29 +371,6 @@ def _prove(parts: _Parts, prefill: SparsePrefill) -> float:
             warm_up(scratch, prefill)
     prove_long_contexts(parts.kv, scratch.dtype)
     return max_deviation
-
-
-def _prove_stage(parts: _Parts, link: Link) -> tuple[SparsePrefill, float]:
-    """The same of one of several pipeline stages, and what it hands on.
-
-    Returns:
-        The pass, whose states go to the next stage from here on; and the largest deviation.
-    """
-    layers, stage = parts.layers(), parts.structure.stage
-    prefill = SparsePrefill(layers, parts.aligner)
-    if not stage.is_first:
-        prefill = SparsePrefill(layers, parts.aligner, run_program=Following(parts.scratch))
-    if parts.handed is None:
-        return prefill, _prove(parts, prefill)
-    compared = layers.onward = HandedStates(parts.handed)
-    deviation = _prove(parts, prefill)
-    require_equal(
-        "what a pass hands to the next pipeline stage",
-        compared.worst,
-        allowed_deviation(parts.scratch),
-    )
-    layers.onward = link
-    return prefill, max(deviation, compared.worst)
 
 
 def _check_drafter(vllm_config: VllmConfig, drafter: Any | None) -> None:

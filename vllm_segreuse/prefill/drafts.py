@@ -12,7 +12,7 @@ import torch
 
 from vllm_segreuse.model.drafts import Draft
 from vllm_segreuse.model.fast_ops import FastOps
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks

@@ -19,7 +19,8 @@ from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import Collected, DecoderStack, LayerInputs, LayerState
+from vllm_segreuse.model.layer_state import Collected, LayerInputs, LayerState
+from vllm_segreuse.model.layers import DecoderStack
 from vllm_segreuse.plan import Gather, ModelLayers, Stock
 from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.attention import PassAttention, Queries, Watching

@@ -25,7 +25,8 @@ from functools import partial
 import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from vllm_segreuse.model.layers import DecoderStack, LayerState
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.layers import DecoderStack
 from vllm_segreuse.prefill.align import TokenCopies
 from vllm_segreuse.prefill.tokens import upload
 

@@ -18,16 +18,14 @@ from vllm_segreuse.compat.model_runner import (
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.backlog import Backlog
-from vllm_segreuse.prefill.checks import Runtime, prove
+from vllm_segreuse.prefill.checks import OtherStages, Runtime, prove
 from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
 from vllm_segreuse.prefill.feature import WorkerFeature
 from vllm_segreuse.prefill.proofs.graphs import GraphProof
-from vllm_segreuse.prefill.stages.backlog import StageBacklog
-from vllm_segreuse.prefill.stages.link import Link
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -153,18 +151,20 @@ def proven(
     cuts: Sequence[int],
     codec: Codec,
     stats: Counted,
+    stages: OtherStages | None = None,
 ) -> Runtime:
     """What carries plans out on the loaded model.
 
     Args:
         cuts: layers whose inputs are stored as boundary states.
         codec: of the second tier's records.
+        stages: the other pipeline stages; None: there are none.
 
     Raises:
         RefusedError: what could not be proven.
     """
     model, drafter = loaded_model(), loaded_drafter()
-    runtime = prove(model, vllm_config, kv_cache_config, cuts, codec, drafter)
+    runtime = prove(model, vllm_config, kv_cache_config, cuts, codec, drafter, stages)
     logger.info(
         "segment reuse: proven on this model (largest deviation %.1e); %s",
         runtime.max_deviation,
@@ -184,20 +184,22 @@ def proven(
 
 
 def backlog_of(
-    prefill: SparsePrefill, vllm_config: VllmConfig, config: ServerOptions, link: Link | None
+    prefill: SparsePrefill,
+    vllm_config: VllmConfig,
+    config: ServerOptions,
+    stages: OtherStages | None,
 ) -> Backlog:
     """What spreads plans over steps as the server's options say.
 
     Args:
-        link: to other pipeline stages, if there are any.
+        stages: the other pipeline stages; None: there are none.
     """
     most = vllm_config.scheduler_config.max_num_batched_tokens
     num_layers = prefill.layers.in_all
     step_work = config.spread_work(most, num_layers)
-    if link is None:
+    if stages is None:
         return Backlog(prefill, step_work or 0)
-    share = step_work or most * num_layers
-    return StageBacklog(prefill, share, prefill.runner.stage, link)
+    return stages.backlog(prefill, step_work or most * num_layers)
 
 
 def _prove_graphs(proof: GraphProof) -> None:

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.index import BlockFacts, SegmentIndex
 from vllm_segreuse.compat.block_events import BlockListener, NamedBlocks
 from vllm_segreuse.options.server import MAX_PROVENANCE_DEPTH
@@ -31,14 +29,21 @@ from vllm_segreuse.scheduling.tracked import TrackedRequest
 logger = logging.getLogger("vllm.segreuse")
 
 
-class Follower(Protocol):
-    """Keeps something of what donates, by block."""
+class Follower:
+    """Keeps something of what donates, by block. It overrides what it needs."""
 
     def inserted(self, namespace: int, block_ids: IntArray) -> None:
         """Consecutive blocks of a sequence were indexed; called within `schedule()`."""
 
+    def too_deep(self, namespace: int, tokens: IntArray) -> None:
+        """Blocks were computed behind reused KV of the largest depth, and do not donate.
+
+        Args:
+            tokens: int32 `[blocks, block_size]`.
+        """
+
     def removed(self, block_ids: Sequence[int]) -> None:
-        """Blocks were evicted."""
+        """Blocks were evicted, and are about to be removed from the index."""
 
     def cleared(self) -> None:
         """All blocks were."""
@@ -52,7 +57,6 @@ class Donors(BlockListener):
         requests: live requests with extra keys, by id.
         max_depth: deepest provenance that may donate.
         health: where errors over the index end.
-        forgotten: remembers what donates no more.
         followers: are notified of what donates, and of what does no more.
     """
 
@@ -62,14 +66,12 @@ class Donors(BlockListener):
         requests: Mapping[str, TrackedRequest],
         max_depth: int,
         health: Health,
-        forgotten: Forgotten,
         followers: Sequence[Follower] = (),
     ) -> None:
         self._index = index
         self._requests = requests
         self._max_depth = max_depth
         self._health = health
-        self._forgotten = forgotten
         self._followers = followers
 
     def named(self, blocks: NamedBlocks) -> None:
@@ -87,10 +89,9 @@ class Donors(BlockListener):
         """Forget blocks."""
         if not self._health.broken:
             with self._health.contained("the removal of blocks"):
-                self._forgotten.evicted(block_ids)
-                self._index.remove(block_ids)
                 for follower in self._followers:
                     follower.removed(block_ids)
+                self._index.remove(block_ids)
 
     def reset(self) -> None:
         """Forget all blocks, and any error with them."""
@@ -171,7 +172,8 @@ class Donors(BlockListener):
             last = first + len(depths)
             tokens = _tokens(tracked, blocks, first * size, last * size)
             others = (depths < 0) & self._computed_whole(tracked.plan, first, len(depths))
-            self._forgotten.too_deep(tracked.prompt.namespace, tokens.reshape(-1, size)[others])
+            for follower in self._followers:
+                follower.too_deep(tracked.prompt.namespace, tokens.reshape(-1, size)[others])
         if not len(donors):
             return
         # The index takes runs of consecutive blocks; a block that may not donate ends a run.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_segreuse.cache.finder import Finder
-from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Feature
 
@@ -25,7 +24,6 @@ class Making:
     Attributes:
         core: what features share.
         by_content: finds equal segments.
-        forgotten: what donates no more.
         store: the second tier (`TierStore`); None: there is none.
         layout: of prompts, where the model was trained on documents computed alone.
         made: features that come before, in order.
@@ -33,7 +31,6 @@ class Making:
 
     core: Core
     by_content: Finder
-    forgotten: Forgotten
     store: Any
     layout: Layout | None
     made: list[Feature] = field(default_factory=list)

@@ -14,42 +14,29 @@ later steps run behind this one on the same stream, so no donor can be overwritt
 read. Records of a second tier are held from `decide` until the workers have read them. Plans whose
 allocation failed are dropped by `take_plans`, and made anew at the next decision.
 
-A plan has up to two parts. What follows the prefix hit without a hole in whole exact blocks is
-restored (`cache/exact.py`); the finder searches behind it. Where it finds too little, the plan ends
-with what is restored, and vLLM computes the rest as behind a prefix hit.
+What a plan is made of, and whether it saves work, is `plan_maker.py`'s.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from vllm_segreuse.cache.exact import end_without_hole, restorable
 from vllm_segreuse.cache.matcher import NOTHING, Matches
-from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, keeping, on_rows
+from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, on_rows
 from vllm_segreuse.compat.block_events import PrefixState
 from vllm_segreuse.plan import (
-    NO_HALO,
-    BoolArray,
-    Halo,
-    Pieces,
     Program,
-    Recipe,
-    Restoration,
     ReusePlan,
-    Segments,
-    for_similar,
 )
 from vllm_segreuse.scheduling.budget import StepBudget
 from vllm_segreuse.scheduling.fitting import kept_without
 from vllm_segreuse.scheduling.health import Health
+from vllm_segreuse.scheduling.plan_maker import FoundPieces, PlanMaker
 from vllm_segreuse.scheduling.tracked import (
-    BEHIND_FIRST_STAGE,
-    IMAGES_IN_DENSE_LAYERS,
-    NOTHING_SAVED,
     Bypass,
     Report,
     TrackedRequest,
@@ -73,45 +60,6 @@ class BlockPins(Protocol):
         """Blocks that nobody holds."""
 
 
-class PipelineStages(Protocol):
-    """What the planner needs to know of pipeline stages, where there are several. Each plan takes
-    several steps then (`prefill/stages/`)."""
-
-    def run(self, program: Program) -> bool:
-        """Whether they run a program."""
-
-
-class _Found(NamedTuple):
-    """What a plan is made of.
-
-    Attributes:
-        matches: all that is copied.
-        exact_until: up to here, without a hole, it is whole exact blocks.
-    """
-
-    matches: Matches
-    exact_until: int
-
-    @property
-    def restored(self) -> Pieces:
-        """Of the exact blocks."""
-        return self.matches.pieces.where(self._is_exact)
-
-    @property
-    def others(self) -> Matches:
-        """What is behind them."""
-        return keeping(self.matches, ~self._is_exact)
-
-    def alone(self) -> _Found:
-        """Without what is behind them."""
-        pieces = self.restored
-        return self._replace(matches=Matches(pieces, pieces.num_tokens, int(len(pieces) > 0), 0))
-
-    @property
-    def _is_exact(self) -> BoolArray:
-        return np.asarray(self.matches.pieces.destination < self.exact_until, np.bool_)
-
-
 class Planner:
     """Makes plans for requests; one per engine.
 
@@ -126,7 +74,8 @@ class Planner:
         clock: seconds.
         on_match: called with the seconds each search took.
         tier: where evicted blocks are stored.
-        stages: of a pipeline; None: one worker has all layers.
+        stages_run: whether pipeline stages run a program; then each plan takes several steps. None:
+            one worker has all layers.
 
     Attributes:
         enabled: kill switch. Off: no request reuses anything.
@@ -145,7 +94,7 @@ class Planner:
         clock: Callable[[], float],
         on_match: Callable[[float], None],
         tier: SecondTier | None = None,
-        stages: PipelineStages | None = None,
+        stages_run: Callable[[Program], bool] | None = None,
     ) -> None:
         self.enabled, self.observes = True, False
         self._requests = requests
@@ -158,8 +107,8 @@ class Planner:
         self._clock = clock
         self._on_match = on_match
         self._tier: SecondTier = NoTier() if tier is None else tier
-        self._stages = stages
-        self._restorations = itertools.count(1)
+        self._has_stages = stages_run is not None
+        self._maker = PlanMaker(stages_run)
         self._pending: dict[str, TrackedRequest] = {}
         self._ready: list[TrackedRequest] = []
 
@@ -260,7 +209,7 @@ class Planner:
         if found is None:
             return 0
         if (self.observes or tracked.mode is Use.OBSERVE) and not tracked.is_required:
-            tracked.observed = self._make_plan(tracked, found, start, stop)
+            tracked.observed = self._maker.make(tracked, found, start, stop)
             if tracked.observed is not None:
                 tracked.decision.reason = "observed"
             return 0
@@ -278,7 +227,7 @@ class Planner:
             if tracked.plan is None:
                 self._tier.let_go(tracked.request_id)
 
-    def _search(self, tracked: TrackedRequest, start: int, stop: int) -> _Found | None:
+    def _search(self, tracked: TrackedRequest, start: int, stop: int) -> FoundPieces | None:
         """What the request's prefix hit can be continued with; None: too little."""
         tracked.decision.found, restored = None, NOTHING
         if tracked.restores:
@@ -291,9 +240,11 @@ class Planner:
             matches = self._match(tracked, until, stop)
             others = by_tier(matches, self._tier, whole=tracked.method_in_force.finder.is_exact)
         both = restored.merged(others) if restored.num_tokens else others
-        return self._worth_it(tracked, _Found(both, until), start)
+        return self._worth_it(tracked, FoundPieces(both, until), start)
 
-    def _worth_it(self, tracked: TrackedRequest, found: _Found, start: int) -> _Found | None:
+    def _worth_it(
+        self, tracked: TrackedRequest, found: FoundPieces, start: int
+    ) -> FoundPieces | None:
         """As much of it as a plan is made of; None, with the reason noted: it is too little.
 
         Args:
@@ -311,7 +262,7 @@ class Planner:
         return found
 
     def _admit(
-        self, tracked: TrackedRequest, found: _Found, start: int, stop: int, state: PrefixState
+        self, tracked: TrackedRequest, found: FoundPieces, start: int, stop: int, state: PrefixState
     ) -> int | None:
         """Make the request's plan, and hold what it reads, if this step has room for both."""
         matches = on_rows(found.matches, self._tier, tracked.request_id)
@@ -319,7 +270,7 @@ class Planner:
             self._budget.lookups += 1
             return None
         until = end_without_hole(matches.pieces, start, found.exact_until)
-        held = self._worth_it(tracked, _Found(matches, until), start)
+        held = self._worth_it(tracked, FoundPieces(matches, until), start)
         if held is None:
             return 0
         plan = self._planned(tracked, held, start, stop)
@@ -422,79 +373,13 @@ class Planner:
         return matches
 
     def _planned(
-        self, tracked: TrackedRequest, found: _Found, start: int, stop: int
+        self, tracked: TrackedRequest, found: FoundPieces, start: int, stop: int
     ) -> ReusePlan | None:
-        plan = self._make_plan(tracked, found, start, stop)
+        plan = self._maker.make(tracked, found, start, stop)
         if plan is not None:
             at_once = tracked.is_required or not self._is_spread(plan)
-            plan.spread = self._stages is not None or not at_once
+            plan.spread = self._has_stages or not at_once
         return plan
-
-    def _make_plan(
-        self, tracked: TrackedRequest, found: _Found, begin: int, stop: int
-    ) -> ReusePlan | None:
-        """The plan of a request; None, with the reason noted: there is none by its policy."""
-        start, matches, tokens = found.exact_until, found.others, tracked.prompt.tokens
-        pieces, images, restoration = matches.pieces, tracked.prompt.images, None
-        if start > begin:
-            ids = tokens[begin:start]
-            restoration = Restoration(next(self._restorations), found.restored, ids)
-        recipe = Recipe.without_choice(np.zeros(0, np.bool_))
-        if len(pieces):
-            method = tracked.method_in_force
-            stop = method.finder.plan_stop(matches, start, stop)
-            later = 0.0 if method.later_turns is None else method.later_turns()
-            halo = method.finder.halo
-            pieces, wanted = least_work(
-                method.make_recipe, method.work, pieces, start, stop, later, halo
-            )
-            if wanted is None and restoration is not None:
-                found = found.alone()
-                tracked.decision.num_segments = found.matches.num_segments
-                plan = self._make_plan(tracked, found, begin, start)
-                assert plan is not None
-                plan.left_out = matches.num_tokens
-                return plan
-            if wanted is None:
-                tracked.decision.reason = NOTHING_SAVED
-                return None
-            if len(pieces) < len(matches.pieces):
-                others = matches.num_segments - len(pieces.segments(start).first)
-                tracked.decision.num_segments = found.matches.num_segments - others
-            recipe = wanted
-            if self._stages is not None and not self._stages.run(recipe.program):
-                tracked.decision.reason = BEHIND_FIRST_STAGE
-                return None
-            if images is not None:
-                of_images = images.covers(start, stop)
-                if of_images.any() and recipe.program.dense_layers:
-                    tracked.decision.reason = IMAGES_IN_DENSE_LAYERS
-                    return None
-                recipe = recipe.fixing(of_images)
-            recipe = for_similar(recipe, halo, pieces, start, stop)
-        else:
-            stop = start
-        plan = ReusePlan(
-            request_id=tracked.request_id,
-            start=start,
-            stop=stop,
-            token_ids=tokens[start:stop],
-            pieces=pieces,
-            recipe=recipe,
-            donor_blocks=found.restored.merged(pieces).donor_blocks,
-            donor_depth=matches.max_depth,
-            suffix=tokens[stop : stop + 1 if recipe.program.probes_suffix else stop],
-            token_at_stop=int(tokens[stop]) if stop < len(tokens) else None,
-            max_drift=tracked.method_in_force.max_drift,
-            reports=recipe.program.reports or restoration is not None or tracked.is_required,
-            lora_id=tracked.tags.lora_id,
-            trace_headers=tracked.tags.trace_headers,
-            explains=tracked.tags.explains,
-            restoration=restoration,
-            left_out=matches.num_tokens - pieces.num_tokens,
-            mrope_positions=None if images is None else images.mrope_positions(start, stop + 1),
-        )
-        return plan if tracked.is_required or not len(pieces) else plan.leaving_suffix()
 
     def _missing_beside(self, donor_blocks: Iterable[int], state: PrefixState) -> int:
         """Blocks that a request lacks if donors are pinned; 0 or less: it lacks none."""
@@ -509,8 +394,8 @@ class Planner:
         return missing > 0
 
     def _fitting(
-        self, tracked: TrackedRequest, found: _Found, start: int, stop: int, state: PrefixState
-    ) -> _Found | None:
+        self, tracked: TrackedRequest, found: FoundPieces, start: int, stop: int, state: PrefixState
+    ) -> FoundPieces | None:
         """As much of what was found as there is room for beside the request; None: too little of
         it, or its plan has to be whole."""
         matches = found.matches
@@ -528,7 +413,7 @@ class Planner:
         tracked.decision.given_up = matches.pieces.where(
             ~np.isin(matches.pieces.destination, part.pieces.destination)
         )
-        return self._worth_it(tracked, _Found(part, until), start)
+        return self._worth_it(tracked, FoundPieces(part, until), start)
 
     def _drop(self, request_id: str) -> None:
         """Undo a plan that vLLM has not allocated blocks for."""
@@ -538,58 +423,6 @@ class Planner:
             self._tier.let_go(request_id)
             self._budget.tokens -= _at_once(tracked.plan)
             tracked.plan = None
-
-
-_ONE_SEGMENT = Segments.elsewhere(np.zeros(1, np.int32), np.full(1, np.iinfo(np.int32).max))
-"""All of a prompt, read behind other text."""
-
-
-def least_work(
-    make_recipe: Callable[[BoolArray, Segments], Recipe | None],
-    work: Callable[[Recipe], int] | None,
-    pieces: Pieces,
-    start: int,
-    stop: int,
-    later_turns: float = 0.0,
-    halo: Halo = NO_HALO,
-) -> tuple[Pieces, Recipe | None]:
-    """Those pieces whose reuse is least work, all of them or those in their own context only; and
-    the policy's recipe, or None: reusing all of them saves nothing.
-
-    Then none is reused, although those in their own context would save something: blocks of a
-    prompt that is computed in full have exact names, which later turns find as their prefix. Where
-    the pool was a little larger than one history, reuse all the same took up to a fifth more work.
-
-    Args:
-        make_recipe, work: see `Method`.
-        pieces: what was found.
-        start, stop: of the plan.
-        later_turns: that would find the prompt if it were computed in full; else they find all of
-            it again as text that was computed elsewhere.
-        halo: of similar segments, which is computed beside what the policy wants.
-    """
-    recipe = make_recipe(pieces.reused(start, stop), pieces.segments(start))
-    if work is None or recipe is None:
-        return pieces, recipe
-
-    def of(recipe: Recipe, pieces: Pieces) -> int:
-        return work(for_similar(recipe, halo, pieces, start, stop))
-
-    all_tokens = np.ones(stop - start, np.bool_)
-    everything, least = work(Recipe.without_choice(all_tokens)), of(recipe, pieces)
-    lost = 0.0
-    if later_turns:
-        again = make_recipe(all_tokens, _ONE_SEGMENT)
-        lost = later_turns * (everything if again is None else work(again))
-    if (lost or least > work(recipe)) and least + lost >= everything:
-        return pieces, None
-    if not pieces.in_context.any() or pieces.in_context.all():
-        return pieces, recipe
-    kept = pieces.where(pieces.in_context)
-    without = make_recipe(kept.reused(start, stop), kept.segments(start))
-    if without is None or least < of(without, kept):
-        return pieces, recipe
-    return kept, without
 
 
 def _at_once(plan: ReusePlan) -> int:

@@ -6,11 +6,15 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from vllm_segreuse.model.documents.folder import names_of
 from vllm_segreuse.options.parsing import DOCUMENTS, EXTRA_KEYS, OPTION_PREFIX, RequestError
-from vllm_segreuse.serve.documents import check_body
 from vllm_segreuse.serve.named import XARGS, names_in
-from vllm_segreuse.serve.requests import ENDPOINTS, BadOptionError, admit_body, ignored_key
+from vllm_segreuse.serve.requests import (
+    ENDPOINTS,
+    BadOptionError,
+    admit_body,
+    check_body,
+    ignored_key,
+)
 
 
 class BatchLine(NamedTuple):
@@ -61,9 +65,7 @@ def check_line(line: BatchLine, model_config: Any) -> None:
     try:
         if line.refusal is not None:
             raise line.refusal
-        names = None if model_config is None else names_of(model_config)
-        if names is not None:
-            check_body(line.body, names)
+        check_body(line.body, model_config)
     except RequestError as error:
         raise BadOptionError(error) from None
 

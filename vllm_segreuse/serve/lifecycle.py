@@ -15,7 +15,6 @@ from vllm_segreuse.features.knowledge.engine import ServedEngine
 from vllm_segreuse.features.knowledge.origin import serving_clients
 from vllm_segreuse.features.knowledge.parallel import ParallelEngines
 from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
-from vllm_segreuse.model.documents.folder import names_of
 from vllm_segreuse.serve.front import fronts
 
 logger = init_logger("vllm.segreuse")
@@ -37,7 +36,7 @@ async def serving(app: FastAPI, admin: FastAPI | None) -> AsyncIterator[None]:
         client.vllm_config.kv_transfer_config.kv_connector_extra_config
     )
     app.state.segreuse_namespaces = config.namespaces
-    app.state.segreuse_documents = names_of(client.vllm_config.model_config)
+    app.state.segreuse_model = client.vllm_config.model_config
     with serving_clients():
         if admin is None:
             yield

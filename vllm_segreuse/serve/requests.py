@@ -9,14 +9,15 @@ are checked when vLLM validates their sampling parameters (`compat/input_process
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from starlette.requests import HTTPConnection, Request
 from vllm.exceptions import VLLMValidationError
 
 from vllm_segreuse.config import OPENING, SegReuseConfig
 from vllm_segreuse.config.launch import names_connector
+from vllm_segreuse.features import having
 from vllm_segreuse.features.knowledge.naming import NamedDocument, PlaceError, check_places, shown
 from vllm_segreuse.features.knowledge.origin import Origin, may_name, origin
 from vllm_segreuse.features.knowledge.store import is_entry
@@ -32,7 +33,6 @@ from vllm_segreuse.options.parsing import (
 )
 from vllm_segreuse.options.values import short_repr
 from vllm_segreuse.serve.callers import api_key
-from vllm_segreuse.serve.documents import PromptRules, check_body
 from vllm_segreuse.serve.named import XARGS, name_documents
 
 ENDPOINTS = frozenset(
@@ -156,7 +156,23 @@ def check_params(vllm_config: Any, params: Any) -> None:
     )
 
 
-_RULES: WeakKeyDictionary[Any, PromptRules | None] = WeakKeyDictionary()
+@cache
+def _checks() -> list[ModuleType]:
+    """What features check of requests."""
+    return having("checks")
+
+
+def check_body(body: Mapping[str, Any], model_config: Any) -> None:
+    """Checks an admitted body by what features know of the model.
+
+    Args:
+        model_config: vLLM's; None: it is not known.
+
+    Raises:
+        RequestError: says what is wrong.
+    """
+    for module in _checks() if model_config is not None else ():
+        module.check_body(body, model_config)
 
 
 def check_prompt(
@@ -166,23 +182,23 @@ def check_prompt(
     unusual: str | None,
     is_apart: bool,
 ) -> None:
-    """Checks a prompt by the layout of the model; see `PromptRules.check`.
+    """Checks a tokenised prompt by what features know of the model.
 
     Args:
         processor: vLLM's input processor.
+        tokens: of the prompt; None: it consists of embeddings.
+        params: vLLM's sampling parameters, or others.
+        unusual: what it comes with beside text, such as images; None: nothing.
+        is_apart: whether it has an adapter or a salt, and so a namespace of its own.
 
     Raises:
         BadOptionError: says what is wrong.
     """
     if not names_connector(processor.vllm_config.kv_transfer_config):
         return
-    if processor not in _RULES:
-        _RULES[processor] = PromptRules.of(processor.vllm_config)
-    rules = _RULES[processor]
-    if rules is None:
-        return
     try:
-        rules.check(tokens, params, unusual, is_apart)
+        for module in _checks():
+            module.check_prompt(processor, tokens, params, unusual, is_apart)
     except RequestError as error:
         raise BadOptionError(error) from None
 
@@ -229,11 +245,9 @@ async def admit(connection: HTTPConnection) -> None:
         refuse_keys(body, f"for {path.strip('/').replace('/', ' ')}: {NOT_HERE[path]}")
         return
     rights = getattr(connection.app.state, "segreuse_namespaces", None)
-    names = getattr(connection.app.state, "segreuse_documents", None)
     try:
         admit_body(body)
-        if names is not None:
-            check_body(body, names)
+        check_body(body, getattr(connection.app.state, "segreuse_model", None))
         if rights is not None:
             _bind(body, connection, rights)
         state = connection.app.state

@@ -14,7 +14,6 @@ from segreuse_extras.similar.finder import SimilarFinder
 from segreuse_extras.similar.options import SimilarityOptions
 from segreuse_extras.similar.store import SimilarStore
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.cache.forgotten import Forgotten
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.namespace import NamespaceTable
@@ -58,10 +57,7 @@ class World:
         self._requests: dict[str, TrackedRequest] = {}
         unused: Any = None
         self._method = Method("similar", unused, unused)
-        forgotten = Forgotten(self.index, self.names, 64)
-        self.donors = Donors(
-            self.index, self._requests, MAX_DEPTH, Health(), forgotten, [self.store]
-        )
+        self.donors = Donors(self.index, self._requests, MAX_DEPTH, Health(), [self.store])
         self._draw = np.random.default_rng(3)
         self._blocks = count()
 

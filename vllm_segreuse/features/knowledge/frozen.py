@@ -13,11 +13,10 @@ each computed by a request of its own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,22 +25,7 @@ from vllm_segreuse.plan import FreezeOrder, IntArray
 
 if TYPE_CHECKING:  # API servers do without numba, which it loads
     from vllm_segreuse.cache.rolling_hash import HashArray
-
-
-class BlockReferences(Protocol):
-    """What the frozen pool needs of the block pool."""
-
-    def pin(self, block_ids: list[int]) -> None:
-        """Take a reference on each block."""
-
-    def unpin(self, block_ids: list[int]) -> None:
-        """Release a reference on each block."""
-
-    def references(self, block_id: int) -> int:
-        """References on a block, whoever holds them."""
-
-    def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+    from vllm_segreuse.compat.block_pool import SegmentBlockPool
 
 
 class FrozenPart(NamedTuple):
@@ -129,7 +113,7 @@ class FrozenPool:
 
     def __init__(
         self,
-        blocks: BlockReferences,
+        blocks: SegmentBlockPool,
         namespaces: NamespaceTable,
         num_blocks: int,
         limit: int,
@@ -345,35 +329,6 @@ class FrozenPool:
                 names.append(name)
                 room -= entry.num_blocks
         return names
-
-    def check_integrity(self) -> None:
-        """AssertionError with what is wrong. For tests."""
-        held = {name: entry.block_ids for name, entry in self._entries.items()}
-        for name, blocks in held.items():
-            assert blocks, f"entry {name} holds nothing"
-            wrong = [block for block in blocks if name not in self._of_block.get(block, ())]
-            assert not wrong, f"blocks {wrong} do not know their entry {name}"
-        for block, names in self._of_block.items():
-            assert names, f"block {block} is frozen for nobody"
-            assert len(set(names)) == len(names), f"block {block} names an entry twice"
-            assert all(block in held[name] for name in names), f"block {block}: {names}"
-            assert self._blocks.references(block) > 0, f"block {block} is not held"
-        assert self.num_frozen <= self.limit, f"{self.num_frozen} frozen, allowed {self.limit}"
-        assert not self._entries.keys() & self._watched.keys(), "watched although frozen"
-
-    def parts(self) -> dict[str, list[FrozenPart]]:
-        """The parts of each entry that are frozen so far. For tests."""
-        return {
-            name: [part for part in entry.parts if part is not None]
-            for name, entry in self._entries.items()
-        }
-
-    def namespaces(self) -> Counter[int]:
-        """References that the pool holds on namespaces. For tests."""
-        parts = [part for entry in self._entries.values() for part in entry.parts if part]
-        return Counter(
-            [part.namespace for part in parts] + [w.namespace for w in self._watched.values()]
-        )
 
     def _rank(self, name: str) -> tuple[int, float]:
         entry = self._entries[name]

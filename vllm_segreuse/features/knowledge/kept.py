@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from vllm_segreuse.features.knowledge.frozen import EntryUse
+
+if TYPE_CHECKING:
+    from segreuse_store import GroupJournal
 
 Place = Literal["host", "disk"]
 """Where an entry is held: `host` if all of it is in host memory."""
@@ -47,16 +50,6 @@ class KeepingTier(Protocol):
         """Requests that have read entries from there, since the last call."""
 
 
-class Journal(Protocol):
-    """Remembers over a restart what entries consist of; no call may block."""
-
-    def kept(self, entry: str, part: int, parts: int, keys: Sequence[bytes]) -> None:
-        """A part consists of these records."""
-
-    def released(self, entries: Sequence[str]) -> None:
-        """Entries are gone."""
-
-
 @dataclass
 class _RetainedEntry:
     parts: list[tuple[bytes, ...] | None]
@@ -78,7 +71,7 @@ class KeptEntries:
         journal: told of every change; None where entries do not outlive the process.
     """
 
-    def __init__(self, journal: Journal | None = None) -> None:
+    def __init__(self, journal: GroupJournal | None = None) -> None:
         self._journal = journal
         self._entries: dict[str, _RetainedEntry] = {}
         self._owners: dict[bytes, set[str]] = {}
@@ -171,20 +164,6 @@ class KeptEntries:
             self.placed(key, False, is_on_disk(key))
         held = self.held()
         return self.release([name for name in self._entries if name not in held])
-
-    def check_integrity(self) -> None:
-        """AssertionError with what is wrong. For tests."""
-        for name, entry in self._entries.items():
-            assert entry.keys == {key for part in entry.parts if part for key in part}, name
-            places = [self.place(key) for key in entry.keys]
-            assert entry.num_here == sum(map(any, places)), name
-            assert entry.num_on_host == sum(on_host for on_host, _ in places), name
-        owners: dict[bytes, set[str]] = {}
-        for name, entry in self._entries.items():
-            for key in entry.keys:
-                owners.setdefault(key, set()).add(name)
-        assert owners == self._owners, "records do not know their entries"
-        assert self._places.keys() <= self._owners.keys(), "a record of nobody has a place"
 
     def _put(self, name: str, part: int, parts: int, keys: Sequence[bytes]) -> None:
         entry = self._entries.setdefault(name, _RetainedEntry([None] * parts))

@@ -31,7 +31,6 @@ from vllm_segreuse.features.knowledge.catalogue import Catalogue, CatalogueBase,
 from vllm_segreuse.features.knowledge.changes import UNREADABLE, Change, Changes
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.compressing import Work, work_for
-from vllm_segreuse.features.knowledge.compression import CompressionSettings
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.engine import Engine, fingerprint
 from vllm_segreuse.features.knowledge.errors import (
@@ -47,6 +46,7 @@ from vllm_segreuse.features.knowledge.options import KnowledgeOptions
 from vllm_segreuse.features.knowledge.restoring import restore
 from vllm_segreuse.features.knowledge.scheduler_state import SchedulerState, Uses
 from vllm_segreuse.features.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
+from vllm_segreuse.features.knowledge.texts import DocumentTexts
 from vllm_segreuse.features.knowledge.warming import AT_ONCE, Urgency, Warming
 from vllm_segreuse.model.documents.anchors import Anchors
 from vllm_segreuse.options.parsing import DOCUMENTS
@@ -85,8 +85,7 @@ class KnowledgeService:
         poll_s: float = 2.0,
         isolated: IsolatedDocuments | None = None,
     ) -> None:
-        self._isolated = isolated
-        self._engine = engine
+        self._texts = DocumentTexts(engine, shape, isolated)
         self._store = store
         self._shape = shape
         self._catalogue = Catalogue(shape)
@@ -165,7 +164,7 @@ class KnowledgeService:
             self._tokenizer.shutdown()
 
     def _load(self) -> None:
-        restore(self._catalogue, self._store.load(), self._shape, self._context)
+        restore(self._catalogue, self._store.load(), self._shape, self._texts.context)
 
     async def _follow_the_rules(self) -> None:
         """Contexts are as when they were written, unless a limit, a rule or a lead document's row
@@ -199,9 +198,9 @@ class KnowledgeService:
         extra_key = body.name if body.extra_key is None else body.extra_key
         record = BaseRecord(
             *(body.name, extra_key, body.preamble, body.metadata, time.time()),
-            body.context or ("siblings" if self._isolated is None else "none"),
+            body.context or self._texts.default_context,
         )
-        context = await _in_thread(self._tokenizer, self._context, record)
+        context = await _in_thread(self._tokenizer, self._texts.context, record)
         self._shape.num_chunks(len(context), 1)
         async with self._turn:
             known = self._catalogue.bases.get(body.name)
@@ -260,7 +259,7 @@ class KnowledgeService:
         if base.record.fault:
             raise ConflictError(base.record.fault)
         with self._claim(name, [d.id for d in body.documents]):
-            records = await _in_thread(self._tokenizer, self._tokenise, base, body.documents)
+            records = await _in_thread(self._tokenizer, self._texts.records, base, body.documents)
             async with self._turn:
                 if self._catalogue.bases.get(name) is not base:
                     self._catalogue.base(name)
@@ -304,20 +303,7 @@ class KnowledgeService:
             self._catalogue.document(self._catalogue.base(name), document_id)  # deleted meanwhile?
             raise ConflictError(f"the document {document_id!r} cannot be read: {fault}")
         assert record is not None
-        return await _in_thread(self._tokenizer, self._text, record)
-
-    def _text(self, record: DocumentRecord) -> schemas.DocumentText:
-        tokens: list[int] = record.tokens.tolist()
-        if self._isolated is not None:
-            tokens = tokens[1:-1]  # what tells the model that it is a document
-        text = self._engine.decode(tokens)
-        return schemas.DocumentText(
-            id=record.id,
-            base=record.base,
-            text=text,
-            is_exact=text is not None and self._engine.encode(text) == tokens,
-            token_ids=tokens,
-        )
+        return await _in_thread(self._tokenizer, self._texts.shown, record)
 
     async def documents(
         self, name: str, after: str | None, limit: int
@@ -511,61 +497,7 @@ class KnowledgeService:
             raise ConflictError(f"{DOCUMENTS}: the document {shown(name)!r}: {error}", DOCUMENTS)
         return NamedDocument(name, record.entry, record.tokens[record.kept])
 
-    # Tokens and room.
-
-    def _context(self, base: BaseRecord) -> Tokens:
-        """Tokens before every document of a base."""
-        if self._isolated is not None:
-            self._isolated.check(base)
-            return np.empty(0, np.int32)
-        preamble = self._engine.encode(base.preamble) if base.preamble else []
-        return np.array(self._engine.start_tokens() + preamble, np.int32)
-
-    def _tokenise(
-        self, base: CatalogueBase, documents: list[schemas.NewDocument]
-    ) -> list[DocumentRecord]:
-        records = []
-        for i, document in enumerate(documents):
-            ids = self._tokens(document, f"documents.{i}")
-            if max(ids) >= self._engine.vocab_size:
-                raise InvalidError(
-                    f"token {max(ids)} is none of this model's {self._engine.vocab_size}",
-                    f"documents.{i}.token_ids",
-                )
-            tokens = np.array(ids, np.int32)
-            name = base.record.name
-            how = None
-            if document.keep is not None:
-                if self._isolated is not None:
-                    raise InvalidError(
-                        "this model was trained on documents computed alone (segreuse in its "
-                        "config.json), and cannot read a part of one: add it without keep",
-                        f"documents.{i}.keep",
-                    )
-                if self._shape.stages > 1:
-                    raise InvalidError(
-                        f"an engine with pipeline_parallel_size={self._shape.stages} does not "
-                        "compress documents: add it without keep",
-                        f"documents.{i}.keep",
-                    )
-                how = CompressionSettings(document.keep, document.scorer or "attention")
-            record = DocumentRecord(
-                *(name, document.id, base.context, tokens, document.metadata, ""), compression=how
-            )
-            records.append(record)
-        return records
-
-    def _tokens(self, document: schemas.NewDocument, where: str) -> list[int]:
-        if self._isolated is not None:
-            tokens = self._isolated.tokens(document.text, document.token_ids, where)
-            self._shape.num_chunks(0, len(tokens))
-            return tokens
-        ids = document.token_ids
-        if ids is None:
-            ids = self._engine.encode(document.text or "")
-        if not ids:
-            raise InvalidError("the text has no tokens", f"{where}.text")
-        return ids
+    # Choices and room.
 
     def _with_choices(self, change: Change) -> Change:
         """Where the tokens of a compressed entry were chosen, another document of it has them; and

@@ -370,18 +370,6 @@ class RecordCatalogue:
         namespaces = [*map(self._namespaces.key, self._knowing(record)[-MAX_TOLD:])]
         return None if any(map(has_lora, namespaces)) else namespaces
 
-    def check_integrity(self) -> None:
-        """AssertionError with what is wrong. For tests."""
-        families: dict[bytes, set[Record]] = {}
-        for record in self:
-            if record.about.parent is not None:
-                families.setdefault(record.about.parent, set()).add(record)
-        assert families == self._children, "parents do not know their children"
-        entries = {record.entry: record for record in self if record.shown}
-        assert entries == self._by_entry, "records do not know their entries"
-        free = {*range(self.first_entry, self._next)} - entries.keys()
-        assert sorted(self._free) == sorted(free), "entries are lost"
-
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
     """Records that followed each other, as one: an insertion of many costs little more than of

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -22,12 +21,10 @@ from segreuse_store import (
     Owner,
     RecordFolder,
     StoredRecord,
-    StoreEvent,
     StoreOptions,
     record_bytes,
     sealer_of,
 )
-from segreuse_store import JobResult as StoreResult
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.features.tier.record import namespaces_of
@@ -41,37 +38,6 @@ _KINDS = {"raw": 0, "int8": 1, "fp8": 2}
 """Numbers of the codecs in files."""
 
 
-class Transferring(Protocol):
-    """What vLLM's manager needs of a store; see `segreuse_store.FileStore`."""
-
-    def lookup(self, key: bytes) -> bool:
-        """Whether a record can be loaded now."""
-
-    def submit_store(self, job_id: int, keys: Iterable[bytes], rows: Iterable[int]) -> None:
-        """Begin to store rows."""
-
-    def submit_load(self, job_id: int, keys: Iterable[bytes], rows: Iterable[int]) -> None:
-        """Begin to fill rows."""
-
-    def get_finished_jobs(self) -> Iterable[StoreResult]:
-        """What is over since the last call."""
-
-    def has_pending_work(self) -> bool:
-        """Whether a job is not reported yet."""
-
-    def take_events(self) -> Iterable[StoreEvent]:
-        """What has come to files and what has left them, since the last call."""
-
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """The records were used."""
-
-    def drain_jobs(self) -> None:
-        """Wait until all jobs are over."""
-
-    def shutdown(self) -> None:
-        """End the use of the store."""
-
-
 class FileTier(SecondaryTierManager):
     """A store behind vLLM's manager, which calls every method in the scheduler's thread.
 
@@ -82,7 +48,7 @@ class FileTier(SecondaryTierManager):
 
     medium = Medium.STORAGE
 
-    def __init__(self, primary_kv_view: memoryview, store: Transferring) -> None:
+    def __init__(self, primary_kv_view: memoryview, store: FileStore) -> None:
         super().__init__(None, primary_kv_view, "segreuse_files")
         self._store = store
 

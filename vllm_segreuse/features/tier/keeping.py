@@ -9,75 +9,23 @@ restart ─► what the journal names and the files still have
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from segreuse_store import GroupJournal, StoredRecord
+from segreuse_store import FileStore, GroupJournal
 from vllm_segreuse.features.knowledge.frozen import EntryUse, add_uses
 from vllm_segreuse.features.knowledge.kept import KeptEntries, Place
 from vllm_segreuse.scheduling.health import Health
 
 
 class WritingStore(Protocol):
-    """What is needed of the tier's store."""
+    """What is needed of the tier's store (`TierStore`)."""
 
-    def write_through(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Store blocks with the next step, whatever else is stored; their keys, in order. None are
-        returned if any of the blocks cannot be stored."""
+    def write_through(self, block_ids: Sequence[int]) -> list[bytes]: ...
 
-    def is_on_host(self, key: bytes) -> bool:
-        """Whether a record is in host memory."""
+    def is_on_host(self, key: bytes) -> bool: ...
 
-    def erase(self, keys: Iterable[bytes]) -> None:
-        """Records are not to stay in host memory, if it is zeroised."""
-
-
-class DurableFiles(Protocol):
-    """What is needed of a store of files, such as `segreuse_store.FileStore`.
-
-    Attributes:
-        num_slots: most records that there may be.
-    """
-
-    num_slots: int
-
-    def lookup(self, key: bytes) -> bool:
-        """Whether a record can be loaded."""
-
-    def records(self) -> Iterable[StoredRecord]:
-        """All records."""
-
-    def claim(self, label: bytes) -> Iterable[StoredRecord]:
-        """Records of a namespace that are new to this engine; each once."""
-
-    def digest(self, label: bytes) -> bytes:
-        """What stands for a namespace in files [16 bytes]."""
-
-    def take_counts(self) -> Counter[str]:
-        """What has become of records since the last call."""
-
-    def hide(self) -> None:
-        """Offer and store nothing from here on."""
-
-    def reveal(self) -> None:
-        """Offer and store again."""
-
-    def set_durable(self, keys: Iterable[bytes], durable: bool) -> None:
-        """Durable records are not removed for others that are not."""
-
-    def take_wanted(self) -> Iterable[bytes]:
-        """Durable records that no file has, and that may be stored now."""
-
-    def submit_store(self, job_id: int, keys: Iterable[bytes], rows: Iterable[int]) -> None:
-        """Store rows of host memory; vLLM's manager learns that it is done."""
-
-    @property
-    def needs_step(self) -> bool:
-        """Whether something begins with the next step only."""
-
-    def erase(self, keys: Iterable[bytes]) -> None:
-        """Remove records, unless another engine holds them; unknown ones are no error."""
+    def erase(self, keys: Iterable[bytes]) -> None: ...
 
 
 class Keeping:
@@ -99,7 +47,7 @@ class Keeping:
         capacity_blocks: int,
         health: Health,
         clock: Callable[[], float],
-        files: DurableFiles | None = None,
+        files: FileStore | None = None,
         journal: GroupJournal | None = None,
         key_of: Callable[[int], bytes | None] = lambda block: None,
     ) -> None:

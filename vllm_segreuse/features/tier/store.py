@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
-from segreuse_store import GroupJournal, StoredRecord
+from segreuse_store import FileStore, GroupJournal, StoredRecord
 from vllm_segreuse.compat.block_events import BlockListener
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.features.tier.catalogue import RecordCatalogue
@@ -36,7 +36,7 @@ from vllm_segreuse.features.tier.contexts import Contexts
 from vllm_segreuse.features.tier.decoded import Decoded
 from vllm_segreuse.features.tier.deleted import Deleted
 from vllm_segreuse.features.tier.host_rows import HostRows
-from vllm_segreuse.features.tier.keeping import DurableFiles, Keeping
+from vllm_segreuse.features.tier.keeping import Keeping
 from vllm_segreuse.features.tier.loads import Held, Loads
 from vllm_segreuse.features.tier.options import TierOptions
 from vllm_segreuse.features.tier.record import Record, Seen, packed
@@ -85,7 +85,7 @@ class RecordPlaces(NamedTuple):
 
     manager: TieringOffloadingManager
     rows: HostRows
-    files: DurableFiles | None = None
+    files: FileStore | None = None
     journal: GroupJournal | None = None
 
 
@@ -200,7 +200,8 @@ class TierStore(BlockListener):
                     self._stats.inc("tier_dropped_total", len(decoded), reason="decoded")
 
     def write_through(self, block_ids: Sequence[int]) -> list[bytes]:
-        """See `WritingStore`."""
+        """Store blocks with the next step, whatever else is stored; their keys, in order. None are
+        returned if any of the blocks cannot be stored."""
         if not self.is_open:
             return []
         seen = self.catalogue.see(block_ids, evicted=False)
@@ -215,7 +216,7 @@ class TierStore(BlockListener):
         return keys
 
     def erase(self, keys: Iterable[bytes]) -> None:
-        """See `WritingStore`."""
+        """Records are not to stay in host memory, if it is zeroised."""
         deleted = list(keys)
         self._deleted.add(deleted, self.catalogue.step)
         self._evicted, unwanted = self._deleted.split(self._evicted)
@@ -230,7 +231,7 @@ class TierStore(BlockListener):
         self.erase([key for key in keys if not self.documents.is_durable(key)])
 
     def is_on_host(self, key: bytes) -> bool:
-        """See `WritingStore`."""
+        """Whether a record is in host memory."""
         record = self.catalogue.get(key)
         return record is not None and record.in_host
 

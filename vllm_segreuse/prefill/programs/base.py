@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.plan import Program
 
 Computed = tuple[torch.Tensor, LayerState | None]

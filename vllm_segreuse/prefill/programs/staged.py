@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.plan import Staged
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks

@@ -15,7 +15,7 @@ from vllm_segreuse.model import token_kv
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.prefill.attention import PassAttention
 from vllm_segreuse.prefill.proofs.scratch import Scratch, tolerance
 from vllm_segreuse.prefill.rows import RowBuilder

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.model.attention_kind import of_impl
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.token_kv import is_latent
 from vllm_segreuse.plan import ModelLayers
 

@@ -12,7 +12,7 @@ from vllm_segreuse.kernels.codecs import LARGEST, Codec
 from vllm_segreuse.kernels.pages import PageLayout, Rotation
 from vllm_segreuse.model.cells import views
 from vllm_segreuse.model.kv_format import typed_pages
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import Tier
 from vllm_segreuse.prefill.align import Aligner, TokenCopies

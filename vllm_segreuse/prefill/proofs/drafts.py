@@ -16,7 +16,7 @@ from vllm_segreuse.model.fast_ops import FastOps
 from vllm_segreuse.model.kv_format import check_format, typed_pages
 from vllm_segreuse.model.kv_layout import discover_layout
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.prefill.align import Aligner
 from vllm_segreuse.prefill.attention import PassAttention

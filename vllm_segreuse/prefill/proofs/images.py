@@ -13,7 +13,7 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.rope import RopeError
 from vllm_segreuse.plan import Image, Images
 from vllm_segreuse.plan.images import ROWS

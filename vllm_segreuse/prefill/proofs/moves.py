@@ -8,7 +8,7 @@ import torch
 
 from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.model.kv_format import typed_pages
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.prefill.align import Aligner, TokenCopies
 from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error

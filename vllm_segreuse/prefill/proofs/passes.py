@@ -12,7 +12,7 @@ import torch
 from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.plan import (
     BoolArray,
     Boundary,

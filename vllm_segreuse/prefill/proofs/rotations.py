@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from vllm_segreuse.model import rope, token_kv
-from vllm_segreuse.model.layers import DecoderStack, UnsupportedModelError, in_the_place_of
+from vllm_segreuse.model.layers import DecoderStack
+from vllm_segreuse.model.modules import UnsupportedModelError, in_the_place_of
 from vllm_segreuse.model.rope import DeltaRope, RopeError
 from vllm_segreuse.model.rotary import MODULES
 from vllm_segreuse.prefill.proofs.scratch import Scratch, changed_outputs

@@ -8,7 +8,7 @@ import torch
 from vllm_segreuse.kernels import reference
 from vllm_segreuse.model.kv_format import kv_scales
 from vllm_segreuse.model.layer_kv import LayerKv
-from vllm_segreuse.model.layers import UnsupportedModelError
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.plan.programs import LAST_PROBES
 from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error, tolerance
 

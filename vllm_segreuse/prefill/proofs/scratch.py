@@ -17,7 +17,8 @@ from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kernels.reference import attend
 from vllm_segreuse.model.attention_kind import kind_of
 from vllm_segreuse.model.kv_format import is_fp8, stored_dtype, typed_pages
-from vllm_segreuse.model.layers import LayerState, UnsupportedModelError, in_the_place_of
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.modules import UnsupportedModelError, in_the_place_of
 from vllm_segreuse.prefill.layer_runner import PassSettings
 from vllm_segreuse.prefill.rows import RowBuilder
 from vllm_segreuse.prefill.tokens import TokenTable

@@ -10,8 +10,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
+from segreuse_extras.transfer.options import BesideOptions, refusal
 from vllm_segreuse.compat import nixl
-from vllm_segreuse.features.transfer.options import BesideOptions, refusal
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from segreuse_extras.pipeline.link import MessageKind, PlanVerdict, StageMessage
 from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.prefill import outcomes
@@ -20,7 +21,6 @@ from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.executor import PassReport, SparsePrefill
 from vllm_segreuse.prefill.layer_runner import Onward
 from vllm_segreuse.prefill.outcomes import Computed
-from vllm_segreuse.prefill.stages.link import MessageKind, PlanVerdict, StageMessage
 
 
 class Neighbours(Onward, Protocol):

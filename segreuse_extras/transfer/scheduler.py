@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from segreuse_extras.transfer.options import TransferServer
 from vllm_segreuse.compat.block_events import Naming
-from vllm_segreuse.features.transfer.options import TransferServer
 from vllm_segreuse.options.values import is_int
 from vllm_segreuse.plan import TO_THE_END, ReusePlan
 from vllm_segreuse.scheduling.feature import Ending, Feature

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from segreuse_extras.images.finder import ImageFinder
+from segreuse_extras.images.ids import ImageIds, images_of
 from vllm_segreuse.cache.finder import Finder
-from vllm_segreuse.cache.images import ImageIds, PromptImages
-from vllm_segreuse.features.images.finder import ImageFinder
+from vllm_segreuse.cache.images import PromptImages
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.plan import IntArray
-from vllm_segreuse.scheduling.arrival import images_of
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Arriving, Feature
 from vllm_segreuse.scheduling.making import Making

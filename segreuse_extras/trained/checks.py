@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
 
 from vllm_segreuse.engine.kv_slots import KvSlots
-from vllm_segreuse.model.documents.folder import layout_of
+from vllm_segreuse.model.documents.folder import layout_of, names_of
 from vllm_segreuse.model.documents.layout import Layout, LayoutError, Names, Span, blocks_needed
 from vllm_segreuse.options.parsing import DOCUMENTS as NAMED
 from vllm_segreuse.options.parsing import EXTRA_KEYS, FREEZE, RequestError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 DOCUMENTS = "documents"
 """Of a request's body: vLLM passes it on to the chat template."""
@@ -32,7 +33,40 @@ expected: ContextVar[int | None] = ContextVar("segreuse_documents", default=None
 """Documents in the body of the request that is being handled; None: it says nothing of them."""
 
 
-def check_body(body: Mapping[str, Any], names: Names) -> None:
+def check_body(body: Mapping[str, Any], model_config: ModelConfig) -> None:
+    """Checks the body of a request to a model.
+
+    Raises:
+        RequestError: says which of its documents is wrong, and how.
+    """
+    names = names_of(model_config)
+    if names is not None:
+        check_documents(body, names)
+
+
+_RULES: WeakKeyDictionary[Any, PromptRules | None] = WeakKeyDictionary()
+
+
+def check_prompt(
+    processor: Any,
+    tokens: Sequence[int] | None,
+    params: Any,
+    unusual: str | None,
+    is_apart: bool,
+) -> None:
+    """Checks a prompt by the layout of the model; see `PromptRules.check`.
+
+    Args:
+        processor: vLLM's input processor.
+    """
+    if processor not in _RULES:
+        _RULES[processor] = PromptRules.of(processor.vllm_config)
+    rules = _RULES[processor]
+    if rules is not None:
+        rules.check(tokens, params, unusual, is_apart)
+
+
+def check_documents(body: Mapping[str, Any], names: Names) -> None:
     """Checks `documents` of a body, and notes how many the prompt must have.
 
     Raises:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from segreuse_extras.transfer.options import TransferServer
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.features.transfer.options import TransferServer
 from vllm_segreuse.model.documents.folder import names_of
 from vllm_segreuse.options.server import ServerOptions
 

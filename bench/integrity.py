@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the segment index is consistent: every link both ways, every count recounted."""
+"""Whether what an engine knows is consistent: every link both ways, every count recounted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from functools import singledispatch
 
 import numpy as np
 
+from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.cache.known import FREE_CELL, FREE_MARK, UNUSED_CELL, UNUSED_MARK, Known
 from vllm_segreuse.cache.links import FULL, RETURNED, UNUSED
-
-if TYPE_CHECKING:
-    from vllm_segreuse.cache.index import SegmentIndex
+from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
+from vllm_segreuse.features.knowledge.kept import KeptEntries
+from vllm_segreuse.features.tier.catalogue import RecordCatalogue
+from vllm_segreuse.features.tier.record import Record
 
 _SHARED = ["born", "position", "depth", "anchor", "block"]
 
 
-def check(index: SegmentIndex) -> None:
-    """AssertionError with what is wrong. O(blocks), for tests."""
+@singledispatch
+def check_integrity(kept: object) -> None:
+    """AssertionError with what is wrong of an index, or of what a pool, a tier or its catalogue
+    has."""
+    raise TypeError(f"{type(kept).__name__} has no rules of integrity")
+
+
+@check_integrity.register
+def _check_index(index: SegmentIndex) -> None:
+    """Walk every link both ways; O(blocks)."""
     entries = np.flatnonzero(index.nodes["born"])
     blocks = entries[entries < index.num_blocks]
     assert len(blocks) == len(index), f"{len(blocks)} blocks, but len() is {len(index)}"
@@ -53,7 +65,7 @@ def _check_views(index: SegmentIndex, block: int) -> list[int]:
 
 def _check_known(index: SegmentIndex) -> None:
     """Namespaces have views of what they know of others, if they have any."""
-    index.known.check_integrity()
+    check_integrity(index.known)
     views = index.nodes[index.num_blocks :]
     views = views[views["born"] != 0]
     for namespace in {*np.unique(views["namespace"]).tolist(), *index._shown}:
@@ -143,3 +155,107 @@ def _check_group(index: SegmentIndex, head: int, bucket: int) -> list[int]:
 def _content(index: SegmentIndex, entry: int) -> tuple[int, bytes]:
     node = index.nodes[entry]
     return int(node["namespace"]), index.tokens[node["block"]].tobytes()
+
+
+@check_integrity.register
+def _check_marks(known: Known) -> None:
+    """Recount all holds, and walk the cells of all blocks."""
+    cells, holds = known._cells, np.zeros(known._cells.size, np.int64)
+    marks = [mark for first in known._first_mark for mark in _marks_of(known, first)]
+    ends = known._marks["cell"][marks].tolist()
+    assert len(ends) == known.num_marks, f"{len(ends)} marks, but {known.num_marks} are counted"
+    away = [cell for first in known._detached.values() for cell in known._same(first)]
+    in_use, waiting = set[int](), [*ends, *away]
+    np.add.at(holds, waiting, 1)
+    while waiting:
+        cell = waiting.pop()
+        if cell not in in_use:
+            in_use.add(cell)
+            if (parent := int(cells["parent"][cell])) >= 0:
+                holds[parent] += 1
+                waiting.append(parent)
+    assert len(in_use) == known.num_cells, f"{known.num_cells - len(in_use)} cells are lost"
+    free = known._same(int(known._spares[FREE_CELL]))
+    assert known._spares[UNUSED_CELL] == len(in_use) + len(free), "a free cell is lost"
+    free = _marks_of(known, int(known._spares[FREE_MARK]) + 1)
+    assert known._spares[UNUSED_MARK] == len(ends) + len(free), "a free mark is lost"
+    used = sorted(in_use)
+    assert (cells["holds"][used] == holds[used]).all(), "holds of cells"
+    for block in np.flatnonzero(known._first_cell).tolist():
+        mine = known._same(int(known._first_cell[block]) - 1)
+        assert in_use.issuperset(mine), f"block {block} has a cell that is not in use"
+        assert (cells["block"][mine] == block).all(), f"a cell of block {block} is another's"
+    there = np.count_nonzero(cells["block"][used] >= 0)
+    listed = sum(len(known._same(int(first) - 1)) for first in known._first_cell if first)
+    assert there == listed, "a cell is not among those of its block"
+
+
+def _marks_of(known: Known, first: int) -> list[int]:
+    found, mark = [], int(first) - 1
+    while mark >= 0:
+        found.append(mark)
+        mark = int(known._marks["following"][mark])
+    return found
+
+
+@check_integrity.register
+def _check_frozen(pool: FrozenPool) -> None:
+    """Entries and blocks know each other."""
+    held = {name: entry.block_ids for name, entry in pool._entries.items()}
+    for name, blocks in held.items():
+        assert blocks, f"entry {name} holds nothing"
+        wrong = [block for block in blocks if name not in pool._of_block.get(block, ())]
+        assert not wrong, f"blocks {wrong} do not know their entry {name}"
+    for block, names in pool._of_block.items():
+        assert names, f"block {block} is frozen for nobody"
+        assert len(set(names)) == len(names), f"block {block} names an entry twice"
+        assert all(block in held[name] for name in names), f"block {block}: {names}"
+        assert pool._blocks.references(block) > 0, f"block {block} is not held"
+    assert pool.num_frozen <= pool.limit, f"{pool.num_frozen} frozen, allowed {pool.limit}"
+    assert not pool._entries.keys() & pool._watched.keys(), "watched although frozen"
+
+
+@check_integrity.register
+def _check_kept(kept: KeptEntries) -> None:
+    """Entries and records know each other, and where they are."""
+    for name, entry in kept._entries.items():
+        assert entry.keys == {key for part in entry.parts if part for key in part}, name
+        places = [kept.place(key) for key in entry.keys]
+        assert entry.num_here == sum(map(any, places)), name
+        assert entry.num_on_host == sum(on_host for on_host, _ in places), name
+    owners: dict[bytes, set[str]] = {}
+    for name, entry in kept._entries.items():
+        for key in entry.keys:
+            owners.setdefault(key, set()).add(name)
+    assert owners == kept._owners, "records do not know their entries"
+    assert kept._places.keys() <= kept._owners.keys(), "a record of nobody has a place"
+
+
+@check_integrity.register
+def _check_catalogue(catalogue: RecordCatalogue) -> None:
+    """Records know their children and their entries."""
+    families: dict[bytes, set[Record]] = {}
+    for record in catalogue:
+        if record.about.parent is not None:
+            families.setdefault(record.about.parent, set()).add(record)
+    assert families == catalogue._children, "parents do not know their children"
+    entries = {record.entry: record for record in catalogue if record.shown}
+    assert entries == catalogue._by_entry, "records do not know their entries"
+    free = {*range(catalogue.first_entry, catalogue._next)} - entries.keys()
+    assert sorted(catalogue._free) == sorted(free), "entries are lost"
+
+
+def frozen_parts(pool: FrozenPool) -> dict[str, list[FrozenPart]]:
+    """The parts of each entry that are frozen so far."""
+    return {
+        name: [part for part in entry.parts if part is not None]
+        for name, entry in pool._entries.items()
+    }
+
+
+def frozen_namespaces(pool: FrozenPool) -> Counter[int]:
+    """References that the pool holds on namespaces."""
+    parts = [part for entry in pool._entries.values() for part in entry.parts if part]
+    return Counter(
+        [part.namespace for part in parts] + [w.namespace for w in pool._watched.values()]
+    )

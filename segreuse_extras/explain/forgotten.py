@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which text was computed in a namespace and donates no more: a bounded memory, for `explain`.
+"""Which text was computed in a namespace and donates no more: a bounded memory.
 
 Of each block two hashes of its tokens are kept, mixed with a secret digest of its namespace: what
 is remembered of one namespace can be asked for in that one only. The newest replace the oldest.
@@ -26,6 +26,7 @@ from vllm_segreuse.cache.rolling_hash import (
     window_hashes,
 )
 from vllm_segreuse.plan import BoolArray
+from vllm_segreuse.scheduling.donors import Follower
 
 
 class Why(IntEnum):
@@ -37,7 +38,7 @@ class Why(IntEnum):
     """It was computed behind reused KV of the largest depth (`max_provenance_depth`)."""
 
 
-class Forgotten:
+class Forgotten(Follower):
     """One per engine.
 
     Args:
@@ -52,10 +53,10 @@ class Forgotten:
         self._marks = np.zeros(capacity, np.uint64)
         self._why = np.zeros(capacity, np.uint8)
         self._next = 0
-        self.evicted(())  # compiled by now, not in a step
+        self.removed(())  # compiled by now, not in a step
 
-    def evicted(self, block_ids: Sequence[int]) -> None:
-        """Blocks are about to be removed from the index, in all namespaces."""
+    def removed(self, block_ids: Sequence[int]) -> None:
+        """Note them, in all namespaces."""
         self._next = _note_views(
             self._index.nodes,
             self._index.num_blocks,
@@ -69,12 +70,6 @@ class Forgotten:
         )
 
     def too_deep(self, namespace: int, tokens: TokenArray) -> None:
-        """Blocks that were computed and do not donate.
-
-        Args:
-            namespace: id in the `NamespaceTable`.
-            tokens: int32 `[blocks, block_size]`.
-        """
         size = self._index.block_size
         hashes = window_hashes(tokens.ravel(), size)[::size]
         marks = self._marks_of(namespace, hashes, window_anchors(tokens.ravel(), size)[::size])

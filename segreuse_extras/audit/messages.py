@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers record for audits (`vllm_segreuse/audit`), and what they report of it."""
+"""What the workers record for audits, and what they report of it."""
 
 from __future__ import annotations
 

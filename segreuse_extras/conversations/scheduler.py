@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_segreuse.features.conversations.conversations import Conversations
-from vllm_segreuse.features.conversations.options import ConversationOptions
-from vllm_segreuse.features.conversations.turns import Turns
+from segreuse_extras.conversations.conversations import Conversations
+from segreuse_extras.conversations.options import ConversationOptions
+from segreuse_extras.conversations.turns import Turns
 from vllm_segreuse.plan import ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature

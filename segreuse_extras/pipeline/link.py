@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ProcessGroup
 from vllm.distributed import get_pp_group
 
-from vllm_segreuse.model.layers import LayerState
+from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.prefill.tokens import Index
 
 

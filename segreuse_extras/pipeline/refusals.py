@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from segreuse_extras.transfer.options import TransferServer
 from vllm_segreuse.engine.stage import layers_of_stages
 from vllm_segreuse.engine.supported import RefusedError, num_sharing
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.features.transfer.options import TransferServer
 from vllm_segreuse.model.documents.folder import names_of
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.options.server import ServerOptions

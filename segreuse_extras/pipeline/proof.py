@@ -7,13 +7,14 @@ import math
 
 import torch
 
-from vllm_segreuse.model.layers import LayerState, UnsupportedModelError
+from segreuse_extras.pipeline.link import Link
+from vllm_segreuse.model.layer_state import LayerState
+from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.programs.base import Computed
 from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error
-from vllm_segreuse.prefill.stages.link import Link
 from vllm_segreuse.prefill.tokens import Index
 
 

@@ -4,7 +4,7 @@
 vLLM has one connector. This one is ours, and passes each call on to the other: on a prefill engine
 ours supplies what it finds, and the other hands the result over once the request has ended; on a
 decode engine the other supplies the request, and ours sees to the names of its blocks
-(`features/transfer/scheduler.py`). What either sends to its other half travels beside ours.
+(`scheduler.py`). What either sends to its other half travels beside ours.
 
 vLLM's own `MultiConnector` does not do: it gives the handshake of one connector to all of them, and
 does not keep the attention layers of our pass from calling the others.
@@ -35,6 +35,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorStats,
 )
 
+from segreuse_extras.transfer.hosted import (
+    connector_class,
+    engine_config,
+    made,
+    transfer_config,
+)
+from segreuse_extras.transfer.options import BesideOptions, TransferServer
+from segreuse_extras.transfer.scheduler import EXACT_UNTIL, Transfers
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.connector import (
     SegReuseConnector,
@@ -42,14 +50,6 @@ from vllm_segreuse.connector import (
     SegReuseMetadata,
     SegReuseWorkerMetadata,
 )
-from vllm_segreuse.features.transfer.hosted import (
-    connector_class,
-    engine_config,
-    made,
-    transfer_config,
-)
-from vllm_segreuse.features.transfer.options import BesideOptions, TransferServer
-from vllm_segreuse.features.transfer.scheduler import EXACT_UNTIL, Transfers
 
 if TYPE_CHECKING:
     import torch
