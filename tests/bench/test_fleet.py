@@ -11,7 +11,7 @@ import pytest
 
 from bench.fleet import command, simulation
 from bench.fleet.caches import EngineCache, Holders
-from bench.fleet.footprint import index_row, router_row
+from bench.fleet.footprint import in_new_process, index_row, router_row
 from bench.fleet.plan import figures, lost, most_load
 from bench.fleet.routers import ROUTERS
 from bench.fleet.simulation import FleetRun, FleetSetting, Links, simulate
@@ -231,7 +231,7 @@ def test_a_lost_engine_is_missed_and_answers_nothing_meanwhile(streams: Streams)
 
 
 def test_the_footprint_is_of_the_real_index_and_scorer() -> None:
-    row = index_row(1 << 19, 16)
+    row = in_new_process(index_row, 1 << 19, 16)
     assert 4 < row["bytes_per_token"] < 2 * row["reserved_per_token"]
     assert row["reserved_per_token"] == bytes_per_block(16) / 16
     few, more = router_row(3, 10), router_row(3, 40)
