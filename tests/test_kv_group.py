@@ -37,7 +37,7 @@ def kv_cache(*specs: Any, hash_block_size: int | None = None) -> KVCacheConfig:
 @pytest.mark.parametrize("hash_block_size", [None, 16])
 def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -> None:
     found = segment_group(kv_cache(FULL, hash_block_size=hash_block_size))
-    assert found == KvGroup(0, {"layer 0": FULL}, 16)
+    assert found == KvGroup(0, {"layer 0": FULL}, 16, tables={"layer 0": 0})
     assert found.layer_names == ["layer 0"]
     assert found.of(([3, 1, 2],)) == [3, 1, 2]
 
@@ -98,14 +98,27 @@ def test_layers_of_several_head_sizes_have_a_spec_each() -> None:
     assert (found.specs, found.layer_names, found.block_size) == (specs, ["b", "a"], 16)
 
 
-def test_layers_with_windows_that_keep_fewer_blocks_are_refused() -> None:
-    """As vLLM's hybrid KV cache manager has them."""
-    windowed = SlidingWindowSpec(block_size=16, sliding_window=64, **SHAPE)
+def test_layers_with_windows_may_keep_fewer_blocks() -> None:
+    """As vLLM's hybrid KV cache manager has them: a table each, of blocks of one size."""
+    wide, narrow = (SlidingWindowSpec(block_size=16, sliding_window=w, **SHAPE) for w in (96, 64))
+    found = segment_group(kv_cache(wide, FULL, narrow))
+    assert (found.index, found.others, found.windows) == (1, (0, 2), (96, 64))
+    assert found.tables == {"layer 1": 0, "layer 0": 1, "layer 2": 2}
+    assert found.specs == {"layer 1": FULL, "layer 0": wide, "layer 2": narrow}
+    assert found.num_tables == 3
+    assert found.of(["a", "b", "c"]) == "b"
+    assert found.of_others(["a", "b", "c"]) == ["a", "c"]
+
+
+def test_blocks_of_several_sizes_are_refused() -> None:
+    """As where heads of windowed layers are narrower: Gemma 4."""
+    windowed = SlidingWindowSpec(block_size=32, sliding_window=64, **SHAPE)
     with pytest.raises(RefusedError) as refused:
         segment_group(kv_cache(FULL, windowed))
     assert str(refused.value) == (
-        "segment reuse cannot start: layers with a sliding window do not keep the blocks of all "
-        "tokens; remove --no-disable-hybrid-kv-cache-manager"
+        "segment reuse cannot start: layers with a sliding window have blocks of another size than "
+        "the others (16, 32 tokens), because their heads differ; remove "
+        "--no-disable-hybrid-kv-cache-manager, so that vLLM keeps all of their blocks"
     )
 
 

@@ -86,7 +86,12 @@ class World:
 
     @contextmanager
     def _context(
-        self, config: Any, metadata: dict[str, Any], tokens: Any, execution: Execution
+        self,
+        config: Any,
+        metadata: dict[str, Any],
+        tokens: Any,
+        execution: Execution,
+        slots: None,
     ) -> Iterator[None]:
         assert metadata["a"] is metadata["b"], "layers that are alike share a schedule"
         self.metadata, self.execution = metadata["a"], execution
@@ -288,3 +293,30 @@ def test_a_backend_without_forward_fails_loudly() -> None:
         replaced_forward([SimpleNamespace(impl=object())], lambda: None),
     ):
         pass
+
+
+def test_layers_of_several_tables_read_and_write_in_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two requests, tables one behind the other: the second layer has the second of them."""
+    world = World(monkeypatch, kernel=True, plans=False)
+    first, second = world.kv
+    world.subject = PassAttention(
+        SimpleNamespace(vllm_config=None),  # type: ignore[arg-type]
+        [first, replace(second, table=1)],
+    )
+    where, found = tokens(1, 3), dict[str, Any]()
+
+    @contextmanager
+    def context(_: Any, metadata: dict[str, Any], *__: Any) -> Iterator[None]:
+        found.update(metadata, slots=__[-1])
+        yield
+
+    monkeypatch.setattr(attention_module, "pass_context", context)
+    tables = torch.cat([TABLES, TABLES + 50])
+    with world.subject.forward_context(where, tables):
+        assert torch.equal(found["a"].block_tables, TABLES)
+        assert torch.equal(found["b"].block_tables, TABLES + 50)
+        assert torch.equal(found["slots"]["a"], where.slots)
+        there = (TABLES + 50)[where.request, where.positions // BLOCK_SIZE].long() * BLOCK_SIZE
+        assert torch.equal(found["slots"]["b"], there + where.positions % BLOCK_SIZE)

@@ -605,8 +605,9 @@ def test_keys_and_values_are_compared_each_by_its_own_norm(wrong: str) -> None:
     scratch: Any = SimpleNamespace(
         stack=SimpleNamespace(attention=[SimpleNamespace(kv_cache_dtype="auto", kv_cache=pages)]),
         layouts=[layout],
-        own=np.array([0]),
-        copy=np.array([1]),
+        tables=[0],
+        own_in=lambda table: np.array([0]),
+        copy_in=lambda table: np.array([1]),
         count=1,
     )
     assert passes.deviation(scratch) == 0.5

@@ -219,8 +219,9 @@ def test_kv_that_nobody_has_written_is_no_proof() -> None:
     scratch: Any = SimpleNamespace(
         stack=SimpleNamespace(attention=[layer]),
         layouts=[PageLayout(part, part)],
-        own=np.array([0]),
-        copy=np.array([1]),
+        tables=[0],
+        own_in=lambda table: np.array([0]),
+        copy_in=lambda table: np.array([1]),
         count=1,
     )
     assert passes.deviation(scratch) == math.inf

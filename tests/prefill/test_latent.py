@@ -193,5 +193,5 @@ def test_no_more_are_decoded_at_once_than_have_room(
 def _known() -> Any:
     kernels = SimpleNamespace(sparse_attention=None, plan_attention=None)
     layout = SimpleNamespace(keys=SimpleNamespace(shape=(1, BLOCK_SIZE, TURNING)))
-    layer = SimpleNamespace(attention=object(), kernels=kernels, layout=layout)
+    layer = SimpleNamespace(attention=object(), kernels=kernels, layout=layout, table=0)
     return [layer]

@@ -103,6 +103,8 @@ class Known:
             for _ in range(LAYERS)
         ]
         self.stack = SimpleNamespace(attention=attention, behind=[])
+        kernels: Any = None
+        self.known = [LayerKv(layer, layout, None, kernels) for layer in attention]
         pages = flat_pages(cache)
         self.computed = (layout.keys.tokens(pages), layout.values.tokens(pages))
         self.ran: list[tuple[int, int, list[int]]] = []

@@ -357,8 +357,9 @@ class World:
 
 
 def _pass_context(
-    world: World, metadata: Any, tokens: TokenTable, execution: Execution
+    world: World, metadata: Any, tokens: TokenTable, execution: Execution, slots: None
 ) -> AbstractContextManager[None]:
+    assert slots is None, "there is one block table"
     return world.entered(metadata, tokens, execution)
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache group that segments are reused in, as vLLM's scheduler and its workers both see it.
+"""The KV cache group that segments are found in, as vLLM's scheduler and its workers both see it.
 
 vLLM allocates blocks by group of layers (`KVCacheConfig.kv_cache_groups`, `v1/kv_cache_interface`).
-There is one group today; nothing outside of this file knows its index, or what a group must be.
+There is one group, unless vLLM's hybrid KV cache manager is on; nothing outside of this file knows
+its index, or what a group must be.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.engine.supported import WITHOUT, RefusedError
@@ -17,58 +18,114 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
+_KEEP_ALL = "; remove --no-disable-hybrid-kv-cache-manager, so that vLLM keeps all of their blocks"
+
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers whose KV lies in blocks of one table.
+    """Layers whose KV lies in blocks of one table, and those beside them that have tables of their
+    own: with vLLM's hybrid KV cache manager, layers that attend to a window.
+
+    Segments are found by the blocks of the first. What the others hold of the same tokens goes with
+    them (`compat/block_pool.py`).
 
     Attributes:
         index: of the group, in vLLM's lists by group.
-        specs: vLLM's `KVCacheSpec` of each attention layer, by vLLM's name of it, in the group's
+        specs: vLLM's `KVCacheSpec` of each attention layer, by vLLM's name of it, in the groups'
             order.
         block_size: tokens per block, in the scheduler's tables.
+        others: indices of the other groups, whose blocks have as many tokens.
+        windows: of each of these, tokens that vLLM keeps blocks for; None: for all.
+        tables: by layer, 0 for this group's, or 1 + the number of one of the others.
     """
 
     index: int
     specs: Mapping[str, Any]
     block_size: int
+    others: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    tables: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def layer_names(self) -> list[str]:
-        """vLLM's names of its attention layers."""
+        """vLLM's names of its attention layers, and the others'."""
         return list(self.specs)
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables of a request."""
+        return 1 + len(self.others)
 
     def of(self, by_group: Sequence[Any]) -> Any:
         """The group's own entry of a list or tuple that vLLM keeps by group."""
         return by_group[self.index]
 
+    def of_others(self, by_group: Sequence[Any]) -> list[Any]:
+        """The entries of the others."""
+        return [by_group[index] for index in self.others]
+
 
 def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
-    """The group that segments are reused in: the only one, whose blocks are kept for all tokens.
+    """The group that segments are found in, whose blocks are kept for all tokens.
 
     Its layers may still attend to a window only: without its hybrid KV cache manager, vLLM keeps
-    all blocks for layers of both kinds, if there are both.
+    all blocks for layers of both kinds, if there are both. With it, there are other groups.
 
     Raises:
         RefusedError: the KV cache is of another shape; names what was found.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     groups = kv_cache_config.kv_cache_groups
-    specs = _by_layer(groups[0]) if len(groups) == 1 else {}
-    known = (FullAttentionSpec, MLAAttentionSpec)
-    if not specs or any(type(spec) not in known for spec in specs.values()):
+    by_layer = [_by_layer(group) for group in groups]
+    known: tuple[type, ...] = FullAttentionSpec, MLAAttentionSpec
+    if len(groups) > 1:
+        known = FullAttentionSpec, SlidingWindowSpec
+    kinds = [{type(spec) for spec in specs.values()} for specs in by_layer]
+    keeping = [i for i, found in enumerate(kinds) if found and SlidingWindowSpec not in found]
+    are_known = all(found and found <= {*known} for found in kinds)
+    # Two groups without a window between them are of a kind that nobody has tried.
+    if not keeping or not are_known or len(keeping) == len(groups) > 1:
         raise RefusedError(_other_shape(groups))
-    for spec in specs.values():
-        _check_spec(spec)
-    block_size = groups[0].kv_cache_spec.block_size
+    for specs in by_layer:
+        for spec in specs.values():
+            _check_spec(spec)
+    index = keeping[0]
+    block_size = groups[index].kv_cache_spec.block_size
+    _check_sizes(kv_cache_config, block_size)
+    order = [index, *(i for i in range(len(groups)) if i != index)]
+    return KvGroup(
+        index,
+        {name: spec for i in order for name, spec in by_layer[i].items()},
+        block_size,
+        tuple(order[1:]),
+        tuple(_window(by_layer[i]) for i in order[1:]),
+        {name: table for table, i in enumerate(order) for name in by_layer[i]},
+    )
+
+
+def _window(specs: Mapping[str, Any]) -> int | None:
+    """Tokens that vLLM keeps blocks for, of the layers of a group; None: of all."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    first = next(iter(specs.values()))
+    return int(first.sliding_window) if isinstance(first, SlidingWindowSpec) else None
+
+
+def _check_sizes(kv_cache_config: KVCacheConfig, block_size: int) -> None:
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if len(sizes) > 1:
+        listed = ", ".join(map(str, sorted(sizes)))
+        raise RefusedError(
+            f"layers with a sliding window have blocks of another size than the others ({listed} "
+            f"tokens), because their heads differ{_KEEP_ALL}"
+        )
     hash_block_size = kv_cache_config.hash_block_size or block_size
     if hash_block_size != block_size:
         raise RefusedError(
             f"blocks of {block_size} tokens are hashed in pieces of {hash_block_size}; leave "
             "the hash block size at its default"
         )
-    return KvGroup(0, specs, block_size)
 
 
 def _by_layer(group: KVCacheGroupSpec) -> dict[str, Any]:
@@ -83,18 +140,13 @@ def _by_layer(group: KVCacheGroupSpec) -> dict[str, Any]:
 
 def _other_shape(groups: Sequence[KVCacheGroupSpec]) -> str:
     """What was found instead, and the way out."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     kinds = {type(spec) for group in groups for spec in _by_layer(group).values()}
     if kinds == {SlidingWindowSpec}:
         return (
             "every layer of the model attends to a sliding window; limit prompts to the window "
             "with --disable-sliding-window, or serve this model without --segreuse"
-        )
-    if kinds == {FullAttentionSpec, SlidingWindowSpec}:
-        return (
-            "layers with a sliding window do not keep the blocks of all tokens; remove "
-            "--no-disable-hybrid-kv-cache-manager"
         )
     found = ", ".join(sorted(kind.__name__ for kind in kinds))
     return (
@@ -104,5 +156,5 @@ def _other_shape(groups: Sequence[KVCacheGroupSpec]) -> str:
 
 
 def _check_spec(spec: Any) -> None:
-    if spec.non_causal:
+    if getattr(spec, "non_causal", False):
         raise RefusedError(f"layers of the model attend to tokens behind their own{WITHOUT}")

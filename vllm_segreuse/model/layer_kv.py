@@ -26,6 +26,7 @@ class LayerKv:
         rope: how its keys turn with their position; None where they carry none (NoPE).
         kernels: those that take its pages.
         kind: what its tokens attend to.
+        table: which of a request's block tables has its pages (`KvGroup.tables`).
     """
 
     attention: torch.nn.Module
@@ -33,6 +34,7 @@ class LayerKv:
     rope: DeltaRope | None
     kernels: Kernels
     kind: AttentionKind = FULL
+    table: int = 0
 
     @property
     def pages(self) -> torch.Tensor:
@@ -66,6 +68,7 @@ class LayerKv:
         own, others = self.pages, other.pages
         return (
             self.turns_like(other)
+            and self.table == other.table
             and self.kernels == other.kernels
             and self.layout == other.layout
             and (own.dtype, own.stride(), own.device)

@@ -25,7 +25,7 @@ from vllm_segreuse.plan.programs import (
     Stock,
 )
 from vllm_segreuse.plan.recipe import Fate, Recipe, fates_of
-from vllm_segreuse.plan.reuse import TO_THE_END, Restoration, ReusePlan
+from vllm_segreuse.plan.reuse import TO_THE_END, OtherTable, Restoration, ReusePlan
 from vllm_segreuse.plan.similar import for_similar, second_round, staged
 from vllm_segreuse.plan.tiering import TierDone, TierOrders
 
@@ -53,6 +53,7 @@ __all__ = [
     "IntArray",
     "Message",
     "ModelLayers",
+    "OtherTable",
     "Pieces",
     "PlanOutcome",
     "Probed",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,18 @@ class Restoration:
         return len(self.token_ids)
 
 
+class OtherTable(NamedTuple):
+    """A block table of a request beside `ReusePlan.block_ids`: of another KV cache group.
+
+    Attributes:
+        block_ids: int32, the request's blocks there; 0 where it has none.
+        sources: int32 `[pieces]`, the block that each piece is copied from there.
+    """
+
+    block_ids: IntArray
+    sources: IntArray
+
+
 TO_THE_END = np.iinfo(np.int32).max
 """More tokens than any request has."""
 
@@ -63,6 +76,7 @@ class ReusePlan:
         donor_blocks: distinct blocks of vLLM's pool that the pieces read.
         donor_depth: largest provenance depth among them (`Matches.max_depth`).
         block_ids: int32, the request's block table; known once vLLM has allocated it.
+        others: the same in further KV cache groups, in the order of `KvGroup.others`.
         suffix: int32 `[n]`, the tokens from `stop` on, where they are probed: the end of the
             question, or the prompt's last token alone. The pass reads them to choose, and leaves
             some KV in their slots; vLLM's forward reads them again behind what was chosen, and
@@ -102,6 +116,18 @@ class ReusePlan:
     is_restored: bool | None = None
     left_out: int = 0
     mrope_positions: IntArray | None = None
+    others: tuple[OtherTable, ...] = ()
+
+    def sources_and_table(self, table: int) -> tuple[IntArray, IntArray]:
+        """The block that each piece is copied from, and the request's blocks.
+
+        Args:
+            table: 0, or 1 + the number of one of the others.
+        """
+        if not table:
+            return self.pieces.block, self.block_ids
+        other = self.others[table - 1]
+        return other.sources, other.block_ids
 
     @property
     def begin(self) -> int:

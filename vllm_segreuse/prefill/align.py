@@ -60,11 +60,14 @@ class TokenCopies:
         return TokenCopies(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
-def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> TokenCopies:
+def token_copies(
+    plans: list[ReusePlan], block_size: int, skip_always: bool, table: int = 0
+) -> TokenCopies:
     """The copies of all plans, one entry per token.
 
     Args:
         skip_always: omit tokens that are computed at every layer anyway, and not compared.
+        table: which of a request's block tables.
     """
     columns: list[tuple[np.ndarray, ...]] = []
     for plan in plans:
@@ -72,14 +75,14 @@ def token_copies(plans: list[ReusePlan], block_size: int, skip_always: bool) -> 
         first = np.cumsum(length) - length
         within = np.arange(pieces.num_tokens) - np.repeat(first, length)
         to = np.repeat(pieces.destination, length) + within
-        slot = pieces.block.astype(np.int64) * block_size + pieces.offset
+        sources, targets = plan.sources_and_table(table)
+        slot = sources.astype(np.int64) * block_size + pieces.offset
         source = np.repeat(slot, length) + within
         delta = np.repeat(pieces.turn.astype(np.int64), length)
         stop = np.full(len(to), ALL_LAYERS, np.int32)
         for number, cut in enumerate(plan.recipe.program.cuts):
             stop[plan.recipe.fates[to - plan.start] == Fate.ENTERS + number] = cut
-        blocks = plan.block_ids.astype(np.int64)
-        target = blocks[to // block_size] * block_size + to % block_size
+        target = targets.astype(np.int64)[to // block_size] * block_size + to % block_size
         tier = np.repeat(pieces.source, length)
         at = to if plan.mrope_positions is None else plan.mrope_positions[0, to - plan.start]
         columns.append((source, target, delta, at - delta, stop, tier))
@@ -150,14 +153,22 @@ class Aligner:
         """One that also copies from rows of the second tier, as this one stores them."""
         return Aligner(self.layers, self.codec, host_rows)
 
-    def align(self, copies: TokenCopies, first_layer: int = 0) -> None:
+    @property
+    def num_tables(self) -> int:
+        """Block tables of a request."""
+        return 1 + max(layer.table for layer in self.layers)
+
+    def align(self, copies: TokenCopies, first_layer: int = 0, table: int = 0) -> None:
         """Carry the copies out at layers `first_layer` and later, each up to where it stops.
+
+        Args:
+            table: which of a request's block tables they are in; other layers are left.
 
         Raises:
             RuntimeError: some are from the host, and there is no second tier.
         """
         from_host = copies.tiers == Tier.HOST
-        self._align(copies.take(~from_host), first_layer)
+        self._align(copies.take(~from_host), first_layer, table=table)
         if from_host.any():
             self._align_rows(copies.take(from_host), first_layer)
 
@@ -249,25 +260,32 @@ class Aligner:
         return self.host_rows
 
     def _align(
-        self, copies: TokenCopies, first_layer: int, rows: list[torch.Tensor] | None = None
+        self,
+        copies: TokenCopies,
+        first_layer: int,
+        rows: list[torch.Tensor] | None = None,
+        table: int = 0,
     ) -> None:
         """Carry copies out from one tier.
 
         Args:
             rows: pages of each layer that sources are slots of; None: those of the cache.
+            table: see `align`.
         """
+        groups = [group for group in self._groups if group.first.table == table]
         stops = np.unique(copies.stops[copies.stops > first_layer]).tolist()
         for begin, end in pairwise([first_layer, *stops]):
-            self._align_layers(copies.take(copies.stops > begin), begin, end, rows)
+            self._align_layers(groups, copies.take(copies.stops > begin), begin, end, rows)
 
     def _align_layers(
         self,
+        groups: list[_Group],
         copies: TokenCopies,
         first_layer: int,
         stop_layer: int,
         rows: list[torch.Tensor] | None,
     ) -> None:
-        """Carry the copies out at layers `[first_layer, stop_layer)`."""
+        """Carry the copies out at layers `[first_layer, stop_layer)` of some groups."""
         # A plan has few distinct differences: one per segment.
         distinct, angles = np.unique(copies.deltas, return_inverse=True)
         device = self._groups[0].pages[0].device
@@ -275,7 +293,7 @@ class Aligner:
             upload(array, device) for array in (copies.source_slots, copies.target_slots, angles)
         )
         overlapping = rows is None and self._overlap(copies)
-        for group in self._groups:
+        for group in groups:
             layers = [
                 (index, pages)
                 for index, pages in zip(group.layers, group.pages, strict=True)

@@ -33,6 +33,7 @@ from vllm_segreuse.prefill.rows import (
     has_long_runs,
     pass_context,
 )
+from vllm_segreuse.prefill.tables import BlockTables
 from vllm_segreuse.prefill.tokens import TokenTable, upload
 
 
@@ -184,10 +185,11 @@ class PassAttention:
         alike: dict[Any, list[str]] = {}
         for layer in with_kernel:
             kind = layer.kind
-            shape = (layer.layout, layer.attention.num_heads, kind.window, kind.chunk)
+            shape = (layer.layout, layer.attention.num_heads, kind.window, layer.table, kind.chunk)
             alike.setdefault(shape, []).append(layer.attention.layer_name)
-        self._alike = [(names, shape[-1]) for shape, names in alike.items()]
+        self._alike = [(names, *shape[-2:]) for shape, names in alike.items()]
         self._block_size = layers[0].layout.keys.shape[1]
+        self._tables = BlockTables(1 + max(layer.table for layer in layers), self._block_size)
         self._least_splits = 1
 
     def parts(self, tokens: TokenTable, most: int) -> Iterator[tuple[slice, TokenTable]]:
@@ -231,7 +233,7 @@ class PassAttention:
 
         Args:
             tokens: the active tokens.
-            block_tables: int32 `[requests, blocks]`.
+            block_tables: int32 `[requests, blocks]`; of all tables, one behind the other.
             execution: how the model runs.
         """
         return self._rows.forward_context(tokens, block_tables, execution)
@@ -252,7 +254,7 @@ class PassAttention:
 
         Args:
             tokens: the active tokens.
-            block_tables: int32 `[requests, blocks]`.
+            block_tables: int32 `[requests, blocks]`; of all tables, one behind the other.
             execution: how the model runs.
             watching: is told what reaches attention.
         """
@@ -270,10 +272,23 @@ class PassAttention:
             replaced_forward(self._by_kernel, attend),
             _watched(self._in_rows, watching, len(tokens)),
             pass_context(
-                self._rows.vllm_config, self._metadata(tokens, block_tables), tokens, execution
+                self._rows.vllm_config,
+                self._metadata(tokens, block_tables),
+                tokens,
+                execution,
+                self._slots(tokens, block_tables),
             ),
         ):
             yield
+
+    def _slots(
+        self, tokens: TokenTable, block_tables: torch.Tensor
+    ) -> dict[str, torch.Tensor] | None:
+        """Where the tokens are written, by layer; None: at the same slots in all of them."""
+        if self._tables.count == 1:
+            return None
+        slots = [self._tables.slots(tokens, block_tables, it) for it in range(self._tables.count)]
+        return {it.attention.layer_name: slots[it.table] for it in self._layers.values()}
 
     def _attends_in_rows(self, tokens: TokenTable) -> bool:
         """Whether all layers do: it is faster, or there is no kernel."""
@@ -286,8 +301,9 @@ class PassAttention:
         metadata: dict[str, Any] = {}
         if self._in_rows:
             metadata = self._rows.metadata(tokens, block_tables)
-        for names, chunk in self._alike:
-            scattered = ScatteredQueries(block_tables, tokens.request, tokens.positions)
+        for names, table, chunk in self._alike:
+            blocks = self._tables.of(block_tables, table)
+            scattered = ScatteredQueries(blocks, tokens.request, tokens.positions)
             if chunk:
                 scattered = scattered.in_chunks(chunk, chunk // self._block_size)
             metadata |= dict.fromkeys(names, scattered)

@@ -12,6 +12,7 @@ import torch
 from vllm_segreuse.kernels.pages import TiledStrides, indexable
 from vllm_segreuse.plan import Fate, ReusePlan
 from vllm_segreuse.plan.images import ROWS
+from vllm_segreuse.prefill.tables import BlockTables
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
 EVERY = slice(None)
@@ -36,7 +37,7 @@ class Batch:
         suffix: of all plans, which goes no further than to the choice.
         lengths: tokens of each plan, with its suffix.
         bounds: first token of each plan, and the end.
-        block_tables: int32 `[plans, blocks]`.
+        block_tables: int32 `[plans, blocks]`; of all tables, one behind the other (`tables.py`).
         lora_id: adapter of the plans.
         sound: bool `[plans]`, on the device: no score was NaN.
         drift: float64 `[plans]`, on the device; NaN where it is not measured.
@@ -57,10 +58,8 @@ class Batch:
         self.program = plans[0].recipe.program
         self.chunk_work = chunk_work
         self.lora_id = plans[0].lora_id
-        widest = max(len(plan.block_ids) for plan in plans)
-        tables = np.zeros((len(plans), widest), dtype=np.int32)
-        for row, plan in zip(tables, plans, strict=True):
-            row[: len(plan.block_ids)] = plan.block_ids
+        self._layout = BlockTables(1 + len(plans[0].others), block_size)
+        tables = _joined(plans)
         self.lengths = [plan.num_written for plan in plans]
         request = np.repeat(np.arange(len(plans)), self.lengths)
         positions = np.concatenate(
@@ -107,6 +106,13 @@ class Batch:
             if plan.mrope_positions is not None:
                 numbers[:, first:stop] = plan.mrope_positions[:, : stop - first]
         return upload(numbers, device)
+
+    def _slots_in(self, table: int) -> np.ndarray:
+        """Of all tokens, on the host."""
+        positions, request = self.tokens.read_host()
+        rows = self._layout.of(torch.from_numpy(_joined(self.plans)), table).numpy()
+        size = self._block_size
+        return rows[request, positions // size].astype(np.int64) * size + positions % size
 
     @property
     def may_be_chosen(self) -> np.ndarray:
@@ -219,16 +225,54 @@ class Batch:
             if plan.request_id in request_ids
         }
 
-    def held(self, pages: torch.Tensor, strides: TiledStrides, part: slice = EVERY) -> torch.Tensor:
+    def slots(self, which: torch.Tensor, table: int = 0) -> torch.Tensor:
+        """Where some tokens are written at layers of a table, int64 `[tokens]`, on the device.
+
+        Args:
+            which: flat indices.
+        """
+        if not table:
+            return self.tokens.slots[which]
+        return self.slots_of(self.tokens.take(Index(which, None)), table)
+
+    def slots_of(self, tokens: TokenTable, table: int) -> torch.Tensor:
+        """The same of some of the batch's tokens."""
+        return self._layout.slots(tokens, self.block_tables, table)
+
+    def table(self, number: int) -> torch.Tensor:
+        """int32 `[plans, blocks]`, on the device: one of the block tables."""
+        return self._layout.of(self.block_tables, number)
+
+    def held(
+        self,
+        pages: torch.Tensor,
+        strides: TiledStrides,
+        part: slice = EVERY,
+        table: int = 0,
+    ) -> torch.Tensor:
         """What the tokens' slots hold: `[tokens, heads, channels]`, in the type of the pages.
 
         Args:
             pages: flat pages `[num_blocks, page_elements]` of a layer.
             strides: where its keys, or its values, lie in a page.
             part: of which tokens.
+            table: that the layer's pages are in.
         """
-        slots = self._slots[part]
+        slots = self._slots[part] if not table else self._slots_in(table)[part]
         blocks, which = np.unique(slots // self._block_size, return_inverse=True)
         token = which * self._block_size + slots % self._block_size
         held = strides.tokens_of(pages, upload(blocks, self._device))
         return indexable(held)[upload(token, self._device)].view(pages.dtype)
+
+
+def _joined(plans: list[ReusePlan]) -> np.ndarray:
+    """int32 `[tables * plans, blocks]`: each table of all plans behind the one before."""
+    rows = [
+        plan.sources_and_table(table)[1]
+        for table in range(1 + len(plans[0].others))
+        for plan in plans
+    ]
+    tables = np.zeros((len(rows), max(map(len, rows))), dtype=np.int32)
+    for row, blocks in zip(tables, rows, strict=True):
+        row[: len(blocks)] = blocks
+    return tables

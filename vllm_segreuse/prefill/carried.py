@@ -24,7 +24,6 @@ from vllm_segreuse.kernels.page_tokens import pick_tokens, write_tokens
 from vllm_segreuse.kernels.pages import Part
 from vllm_segreuse.kernels.reference import rotate
 from vllm_segreuse.model import token_kv
-from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.prefill.attention import Watching
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -125,14 +124,16 @@ class CarriedChanges(Watching):
         self._layers = layers.known[:-1]
         super().__init__([layer.attention for layer in self._layers])
         runs = batch.runs_of_candidates
-        self._slots = batch.tokens.slots
-        self._computed = self._slots[computed.device]
+        everything, tables = batch.everything.device, {layer.table for layer in self._layers}
+        self._slots = {it: batch.slots(everything, it) for it in tables}
+        self._computed = {it: slots[computed.device] for it, slots in self._slots.items()}
         both = taking_part(runs, computed.device.cpu().numpy())
         self._sides = list(zip(both, (FROM_THE_FRONT, FROM_BEHIND), strict=True))
         self._longest = int(np.bincount(runs[runs >= 0], minlength=1).max())
         self._turning_alike = layers.turning_alike
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._first = self._held = _read(self._layers[0], self._computed)
+        self._device = computed.device.device
+        self._first = self._held = self._read(0, slice(None))
         self._chunk, self._taking = slice(0, 0), list[_Taking]()
 
     @contextmanager
@@ -149,15 +150,16 @@ class CarriedChanges(Watching):
             self._held = [part[rows] for part in self._first]
         self._carry(number)
         if number + 1 < len(self._layers):
-            self._held = _read(self._layers[number + 1], self._computed[rows])
+            self._held = self._read(number + 1, rows)
         yield
 
     def _taking_in(self, rows: slice, takers: Takers, shares: KvShares) -> _Taking:
         """Who takes part in the changes of these recomputed tokens."""
         whose = slice(*np.searchsorted(takers.rows, [rows.start, rows.stop]).tolist())
-        device, distances = self._slots.device, takers.distances[whose]
+        device, distances = self._device, takers.distances[whose]
+        tokens = upload(takers.tokens[whose], device)
         return _Taking(
-            self._slots[upload(takers.tokens[whose], device)],
+            {table: slots[tokens] for table, slots in self._slots.items()},
             upload(takers.rows[whose] - rows.start, device),
             upload(distances + self._longest - 1, device),
             [upload(share.at(distances), device)[:, None, None] for share in shares],
@@ -167,7 +169,7 @@ class CarriedChanges(Watching):
         """Have tokens take part in the changes of this chunk at a layer."""
         layer = self._layers[number]
         # Both as they are stored: what has not changed must not differ by its rounding.
-        stored = _read(layer, self._computed[self._chunk])
+        stored = self._read(number, self._chunk)
         for i, part in enumerate(layer.parts):
             change = stored[i].float() - self._held[i].float()
             for taking in self._taking:
@@ -176,7 +178,13 @@ class CarriedChanges(Watching):
                     cos, sin = self._turns(number)
                     turns = cos[taking.distances], sin[taking.distances]
                     taken = rotate(taken, part.rotation, *turns)
-                _add(layer.pages, part, taking.slots, taken)
+                _add(layer.pages, part, taking.slots[layer.table], taken)
+
+    def _read(self, number: int, chunk: slice) -> list[torch.Tensor]:
+        """Keys and values of a chunk's recomputed tokens at a layer."""
+        layer = self._layers[number]
+        slots = self._computed[layer.table][chunk]
+        return [pick_tokens(layer.pages, part.strides, slots) for part in layer.parts]
 
     def _turns(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """By how much changes of a layer's keys turn on their way, from the farthest token in front
@@ -185,7 +193,7 @@ class CarriedChanges(Watching):
         if number not in self._tables:
             rope = self._layers[number].rope
             assert rope is not None
-            distances = torch.arange(1 - self._longest, self._longest, device=self._slots.device)
+            distances = torch.arange(1 - self._longest, self._longest, device=self._device)
             self._tables[number] = rope.tables(distances)
         return self._tables[number]
 
@@ -194,21 +202,16 @@ class _Taking(NamedTuple):
     """Of a chunk, the tokens that take part in its changes from one side.
 
     Attributes:
-        slots: of the tokens, int64 `[takers]`.
+        slots: of the tokens, int64 `[takers]`, by block table.
         rows: of the chunk's tokens, int64 `[takers]`.
         distances: rows of the tables of turns, int64 `[takers]`.
         shares: of keys and of values, float32 `[takers, 1, 1]` each.
     """
 
-    slots: torch.Tensor
+    slots: dict[int, torch.Tensor]
     rows: torch.Tensor
     distances: torch.Tensor
     shares: list[torch.Tensor]
-
-
-def _read(layer: LayerKv, slots: torch.Tensor) -> list[torch.Tensor]:
-    """Keys and values at these slots."""
-    return [pick_tokens(layer.pages, part.strides, slots) for part in layer.parts]
 
 
 def _add(pages: torch.Tensor, part: Part, slots: torch.Tensor, more: torch.Tensor) -> None:

@@ -68,6 +68,7 @@ from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch, count_and_distance
 from vllm_segreuse.prefill.rows import MOST_DECODES, RowBuilder
 from vllm_segreuse.prefill.states import BoundaryStates
+from vllm_segreuse.prefill.tables import BlockTables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -145,7 +146,11 @@ def read_structure(
     try:
         sharing = sharing_layers(by_name, has_draft=bool(of_draft))
         others = of_draft | sharing.keys()
-        attention = {name: by_name[name] for name in group.layer_names if name not in others}
+        attention = {
+            name: layer
+            for name, layer in by_name.items()
+            if name in group.specs and name not in others
+        }
         check_attention(attention, group.block_size)
         check_split_keys(attention)
         check_format(attention.values())
@@ -308,7 +313,14 @@ def _build(
     """The parts of the pass. Rotations are proven on the way: layers are known by them."""
     group, stack, layouts = structure.group, structure.stack, structure.layouts
     most_rows = most_rows_of(vllm_config, structure.kernels)
-    rows = RowBuilder(vllm_config, structure.attention, group.specs, most_rows)
+    rows = RowBuilder(
+        vllm_config,
+        structure.attention,
+        group.specs,
+        most_rows,
+        BlockTables(group.num_tables, group.block_size),
+        group.tables,
+    )
     adapters = Adapters(model)
     most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     settings = PassSettings(FastOps(model), adapters, most_tokens)
@@ -318,7 +330,7 @@ def _build(
         layouts,
         rows,
         settings,
-        group.block_size,
+        group,
         num_blocks,
         vllm_config,
         structure.stage,
@@ -329,7 +341,14 @@ def _build(
     ropes = prove_rotations(scratch, [] if stack.takes_positions else of_transformers(model))
     max_model_len = vllm_config.model_config.max_model_len
     kv = [
-        LayerKv(layer, layout, rope, structure.kernels[layout], kind_of(layer, max_model_len))
+        LayerKv(
+            layer,
+            layout,
+            rope,
+            structure.kernels[layout],
+            kind_of(layer, max_model_len),
+            group.tables.get(layer.layer_name, 0),
+        )
         for layer, layout, rope in zip(stack.attention, layouts, ropes, strict=True)
     ]
     drafted = None

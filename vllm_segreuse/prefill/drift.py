@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from vllm_segreuse.kernels.page_tokens import pick_tokens
-from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.compared import COMPARED_TOKENS
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -85,13 +84,13 @@ class MovedValues:
         steps = [max(1, -(-count // TOKENS)) for count in choice.counts]
         sample = [part[::step] for part, step in zip(parts, steps, strict=True)]
         self._counts = [part.numel() for part in sample]
-        self._slots = batch.tokens.slots[torch.cat(sample)]
+        self._sample = torch.cat(sample)
         self._moved = self._values()
 
     def drift(self) -> torch.Tensor:
         """Drift of each plan, float64 `[plans]`, equal on all ranks; 0 where nothing was chosen.
         To be called once they are recomputed."""
-        totals = summed_differences(self._moved, self._values(), self._counts, self._slots.device)
+        totals = summed_differences(self._moved, self._values(), self._counts, self._sample.device)
         factors = [
             plan.num_segments_to_choose_of * PER_TOKENS / max(1, count) / max(1, chosen)
             for plan, count, chosen in zip(
@@ -101,11 +100,9 @@ class MovedValues:
         return totals * upload(np.array(factors), totals.device)
 
     def _values(self) -> list[torch.Tensor]:
-        stack, layouts = self._layers.stack, self._layers.layouts
-        return [
-            pick_tokens(typed_pages(stack.attention[layer]), layouts[layer].values, self._slots)
-            for layer in spread_over(len(layouts))
-        ]
+        known = [self._layers.known[layer] for layer in spread_over(len(self._layers.known))]
+        slots = {it.table: self._batch.slots(self._sample, it.table) for it in known}
+        return [pick_tokens(it.pages, it.layout.values, slots[it.table]) for it in known]
 
 
 def spread_over(num_layers: int) -> list[int]:

@@ -134,9 +134,12 @@ class SparsePrefill:
         together = [[plan] for plan in plans] if apart else [plans]
         batches = [batch for group in together for batch in self._batches(group, chunk_work)]
         for batch in batches:
+            dense = max(0, batch.program.dense_layers - self.runner.stage.first)
+            for table in range(1, self.aligner.num_tables):
+                copies = token_copies(batch.plans, self._block_size, True, table)
+                self.aligner.align(copies, dense, table)
             copies = token_copies(batch.plans, self._block_size, skip_always=True)
-            dense = batch.program.dense_layers - self.runner.stage.first
-            self.aligner.align(copies, first_layer=max(0, dense))
+            self.aligner.align(copies, first_layer=dense)
             if self.states is not None:
                 self.states.move(copies)
         return Prepared(batches, time.perf_counter() - started, chunk_work)

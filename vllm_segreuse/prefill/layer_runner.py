@@ -188,7 +188,7 @@ class LayerRunner:
                 if hands_on:
                     self._send(chunk, output, batch)
                 elif whole < last:
-                    self.stack.write_kv(whole, given, chunk.slots, output)
+                    self.stack.write_kv(whole, given, self._slots(whole, chunk, batch), output)
                 elif last == len(self):
                     made = self.stack.output(chunk.token_ids, chunk.rotary_positions, output)
                     output = LayerState(made, None)
@@ -245,8 +245,12 @@ class LayerRunner:
             entered, given = self.stack.embed(chunk.token_ids, chunk.rotary_positions)
             output = self.stack.run(0, whole, given, entered)
             if self.stage.is_last:
-                self.stack.write_kv(whole, given, chunk.slots, output)
+                self.stack.write_kv(whole, given, self._slots(whole, chunk, batch), output)
         return output
+
+    def _slots(self, layer: int, chunk: TokenTable, batch: Batch) -> torch.Tensor:
+        """Where a layer writes some of the batch's tokens."""
+        return batch.slots_of(chunk, self.known[layer].table)
 
     def _through(
         self,
@@ -451,6 +455,7 @@ class LayerRunner:
             float32 `[tokens]`; `[2, tokens]` under `SUM_AND_LAST`: by all, and by the last.
         """
         attention, known = self.stack.attention[layer], self.known[layer]
+        tables = batch.table(known.table)
         pages, keys = known.pages, known.layout.attended
         scale = attention.impl.scale * kv_scales(attention).key
         more = known.softmax()
@@ -468,7 +473,7 @@ class LayerRunner:
                 probed[mine] + (plan.start - int(batch.bounds[row])),
                 pages,
                 keys,
-                batch.block_tables[row],
+                tables[row],
                 plan.start + length,
                 scale,
                 gather is Gather.MAX,

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_segreuse.compat.metadata_builder import build_rows, private_builder
 from vllm_segreuse.kernels.dispatch import LONG_RUN
 from vllm_segreuse.model.token_kv import is_latent
+from vllm_segreuse.prefill.tables import BlockTables
 from vllm_segreuse.prefill.tokens import TokenTable, row_starts, upload
 
 MOST_DECODES = 256
@@ -51,17 +52,24 @@ def pass_context(
     metadata: Mapping[str, Any],
     tokens: TokenTable,
     execution: Execution = EAGER,
+    slots: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[None]:
-    """vLLM's forward context for a pass over these tokens, with metadata by layer."""
+    """vLLM's forward context for a pass over these tokens, with metadata by layer.
+
+    Args:
+        slots: of the tokens, by layer; None: those of the table that they have.
+    """
     size = execution.graph_tokens
-    slots = tokens.slots
+    written = dict.fromkeys(metadata, tokens.slots) if slots is None else dict(slots)
     if size:  # keys and values of the padding are written nowhere, as in vLLM's own steps
-        slots = torch.nn.functional.pad(slots, (0, size - len(tokens)), value=-1)
+        padding = 0, size - len(tokens)
+        padded = {id(it): torch.nn.functional.pad(it, padding, value=-1) for it in written.values()}
+        written = {name: padded[id(it)] for name, it in written.items()}
     with set_forward_context(
         dict(metadata),
         vllm_config,
         num_tokens=size or len(tokens),
-        slot_mapping=dict.fromkeys(metadata, slots),
+        slot_mapping=written,
         skip_compiled=not execution.compiled,
         cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if size else CUDAGraphMode.NONE,
         batch_descriptor=BatchDescriptor(size) if size else None,
@@ -86,6 +94,8 @@ class RowBuilder:
         attention: vLLM's attention layers, by name.
         specs: vLLM's `KVCacheSpec` of each.
         max_rows: most rows of one pass.
+        tables: how a request's block tables are laid out; None: it has one.
+        table_of: which of them is a layer's; 0 where nothing is said.
     """
 
     def __init__(
@@ -94,16 +104,20 @@ class RowBuilder:
         attention: Mapping[str, torch.nn.Module],
         specs: Mapping[str, Any],
         max_rows: int,
+        tables: BlockTables | None = None,
+        table_of: Mapping[str, int] | None = None,
     ) -> None:
         self.vllm_config = vllm_config
+        self._tables = tables or BlockTables(1, 0)
         self._max_rows = max_rows
         device = torch.device(vllm_config.device_config.device)
         groups: dict[Any, list[str]] = {}
         for name, layer in attention.items():
-            backend = layer.get_attn_backend().full_cls_name()
-            groups.setdefault((backend, specs[name], layer.num_heads), []).append(name)
+            backend, table = layer.get_attn_backend().full_cls_name(), (table_of or {}).get(name, 0)
+            groups.setdefault((table, backend, specs[name], layer.num_heads), []).append(name)
         self._builders = [
             (
+                key[0],
                 names,
                 private_builder(
                     attention[names[0]].get_attn_backend(),
@@ -114,7 +128,7 @@ class RowBuilder:
                     device,
                 ),
             )
-            for names in groups.values()
+            for key, names in groups.items()
         ]
         self._latent = any(map(is_latent, attention.values()))
 
@@ -136,29 +150,44 @@ class RowBuilder:
 
         Args:
             tokens: the active tokens.
-            block_tables: int32 `[requests, blocks]`.
+            block_tables: int32 `[requests, blocks]`; of all tables, one behind the other.
             execution: how the model runs.
 
         Raises:
             ValueError: more rows than the builders have room for.
         """
         metadata = self.metadata(tokens, block_tables)
-        with pass_context(self.vllm_config, metadata, tokens, execution):
+        slots = None
+        if self._tables.count > 1:
+            by_table = self._by_table(tokens, block_tables)
+            slots = {
+                name: by_table[table].slots for table, names, _ in self._builders for name in names
+            }
+        with pass_context(self.vllm_config, metadata, tokens, execution, slots):
             yield
+
+    def _by_table(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[int, TokenTable]:
+        """The tokens as layers of each table see them."""
+        tables = {table for table, _, _ in self._builders}
+        return {it: self._tables.tokens(tokens, block_tables, it) for it in tables}
 
     def metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
         """Metadata of each layer's backend; arguments and errors as of `forward_context`."""
         decoded = self._decodes(tokens)
-        common = common_metadata(tokens, block_tables, alone=decoded)
-        if common.num_reqs > self._max_rows:
+        common = {
+            table: common_metadata(there, self._tables.of(block_tables, table), alone=decoded)
+            for table, there in self._by_table(tokens, block_tables).items()
+        }
+        rows = next(iter(common.values())).num_reqs  # they are the same in all tables
+        if rows > self._max_rows:
             raise ValueError(
-                f"{len(tokens)} active tokens are {common.num_reqs} rows; the pass has room for "
+                f"{len(tokens)} active tokens are {rows} rows; the pass has room for "
                 f"{self._max_rows}"
             )
         return {
             name: metadata
-            for names, builder in self._builders
-            for metadata in [build_rows(builder, common, decoded)]
+            for table, names, builder in self._builders
+            for metadata in [build_rows(builder, common[table], decoded)]
             for name in names
         }
 

@@ -23,11 +23,12 @@ def run(program: Deviation, layers: LayerRunner, batch: Batch) -> Chunks[Compute
     state = yield from layers.run(0, boundary, batch.tokens, None, batch)
     attention, layout = layers.stack.attention[boundary], layers.layouts[boundary]
     pages, scales = typed_pages(attention), kv_scales(attention)
+    table = layers.known[boundary].table
     distance = torch.zeros(len(batch.tokens), device=pages.device)
     halves = ((layout.keys, scales.key), (layout.values, scales.value))
     for part, computed in layers.keys_and_values(boundary, batch.tokens, state, batch):
         for new, (strides, scale) in zip(computed, halves, strict=True):
-            held = batch.held(pages, strides, part).float().mul_(scale)
+            held = batch.held(pages, strides, part, table).float().mul_(scale)
             distance[part] += held.sub_(new.float()).square_().sum((1, 2))
     active = choose_tokens(batch, distance).beside(batch.always)
     tokens, state = batch.tokens.take(active), layers.keep(state, active.device)

@@ -79,7 +79,8 @@ def _case(scratch: Scratch, layer: LayerKv) -> _Case:
     slots = table[positions // size].long() * size + positions % size
     tokens = TokenTable(*(each.to(device) for each in (nobody, positions, nobody, slots)))
     given = (each.to(device, scratch.dtype) for each in (query, key, value))
-    return _Case(tokens, table[None].to(device), *given)
+    # Layers of other tables are not asked: theirs are as good as any.
+    return _Case(tokens, table.repeat(scratch.num_tables, 1).to(device), *given)
 
 
 def _of_latents(

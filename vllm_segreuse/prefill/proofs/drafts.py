@@ -71,7 +71,7 @@ class DraftProof:
         size, blocks = group.block_size, int(draft.attention[0].kv_cache.shape[0])
         self._layouts = [discover_layout(layer, size) for layer in draft.attention]
         self.scratch = Scratch(
-            draft, self._layouts, self._rows, settings, size, blocks, vllm_config
+            draft, self._layouts, self._rows, settings, group, blocks, vllm_config
         )
         self.scratch.distance -= 1  # positions begin one later than the target's
         self._check_length()

@@ -32,16 +32,19 @@ def prove_moves(
 
     # Some stay, some move back: one call carries all kinds.
     moved = np.array([scratch.distance, 0, -7])[tokens // 50 % 3]
-    source, target = slots(scratch.own, tokens), slots(scratch.copy, tokens + 1)
     scratch.clear_copy()
-    aligner.align(TokenCopies.at_all_layers(source, target, moved))
+    for table in range(scratch.num_tables):
+        source = slots(scratch.own_in(table), tokens)
+        target = slots(scratch.copy_in(table), tokens + 1)
+        aligner.align(TokenCopies.at_all_layers(source, target, moved), table=table)
     distances = torch.from_numpy(moved).to(scratch.stack.attention[0].kv_cache.device)
-    for layer, layout, delta_rope in zip(scratch.stack.attention, layouts, ropes, strict=True):
-        pages = typed_pages(layer)
+    layers = zip(scratch.stack.attention, layouts, ropes, scratch.tables, strict=True)
+    for layer, layout, delta_rope, table in layers:
+        pages, both = typed_pages(layer), (scratch.own_in(table), scratch.copy_in(table))
         for part, rotation in ((layout.keys, delta_rope), (layout.values, None)):
             before, after = (
                 part.tokens(pages[blocks.tolist()])[first : first + count]
-                for blocks, first in ((scratch.own, 0), (scratch.copy, 1))
+                for blocks, first in zip(both, (0, 1), strict=True)
             )
             expected = before if rotation is None else rotation.rotate(before, distances)
             error = relative_error(after, expected)

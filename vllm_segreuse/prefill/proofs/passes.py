@@ -18,6 +18,7 @@ from vllm_segreuse.plan import (
     Boundary,
     Fixed,
     ModelLayers,
+    OtherTable,
     Pieces,
     Program,
     Recipe,
@@ -154,6 +155,10 @@ def plan_of(scratch: Scratch, reused: BoolArray, program: Program, top_k: int) -
         scratch.copy,
         token_at_stop=int(scratch.token_ids[0]),
         mrope_positions=scratch.mrope_positions,
+        others=tuple(
+            OtherTable(scratch.copy_in(table), scratch.own_in(table)[where // size])
+            for table in range(1, scratch.num_tables)
+        ),
     )
 
 
@@ -181,12 +186,13 @@ def deviation(scratch: Scratch) -> float:
     Each by its own norm: keys with a large bias would hide values.
     """
     worst = 0.0
-    for layer, layout in zip(scratch.stack.attention, scratch.layouts, strict=True):
+    layers = zip(scratch.stack.attention, scratch.layouts, scratch.tables, strict=True)
+    for layer, layout, table in layers:
         pages = typed_pages(layer)
         for part in (layout.keys, layout.values):
             found, expected = (
                 part.tokens(pages[blocks.tolist()])[: scratch.count]
-                for blocks in (scratch.copy, scratch.own)
+                for blocks in (scratch.copy_in(table), scratch.own_in(table))
             )
             error = relative_error(found, expected)
             worst = max(worst, math.inf if math.isnan(error) else error)

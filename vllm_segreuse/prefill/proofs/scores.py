@@ -20,13 +20,13 @@ def prove_scores(scratch: Scratch, layers: list[LayerKv]) -> None:
     Nothing else here would notice: whatever is chosen, the pass reproduces the KV.
     """
     device = scratch.stack.attention[0].kv_cache.device
-    blocks = torch.from_numpy(scratch.own).to(device)
     positions = torch.arange(scratch.count % 5, scratch.count, 5, device=device)
     generator = torch.Generator().manual_seed(0)
     for known in layers:
         if not known.kind.sees_all:
             continue
         layer = known.attention
+        blocks = torch.from_numpy(scratch.own_in(known.table)).to(device)
         shape = (len(positions), layer.num_heads, layer.head_size)
         query = torch.randn(shape, generator=generator).to(device, scratch.dtype)
         keys, scale = known.layout.attended, layer.impl.scale * kv_scales(layer).key

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vllm_segreuse.compat.attention_impl import queries_as_computed, replaced_forward
+from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.kernels.pages import PageLayout
 from vllm_segreuse.kernels.reference import attend
@@ -40,20 +41,22 @@ class Scratch:
         layouts: how each layer's pages are laid out.
         rows: builds rows of the stock backend.
         settings: how the layers run; proofs use no adapter.
-        block_size: tokens per block.
+        group: the KV cache.
         num_blocks: of the KV cache.
         vllm_config: the engine's.
         stage: of the stack; None: the only one.
 
     Attributes:
-        stack, layouts, block_size, stage: as given.
+        stack, layouts, stage: as given.
+        block_size: tokens per block.
         entering: what the stage before has made of each token; None: there is none.
         dtype, max_model_len: of the model.
         count: number of the scratch tokens.
         token_ids: int32 `[count]`.
         distance: positions that a move covers, so that all stay within those of the model.
-        own: int32, blocks of the tokens' own KV.
-        copy: int32, blocks that moves and passes write to.
+        own: int32, blocks of the tokens' own KV, in the first table.
+        copy: int32, blocks that moves and passes write to, there.
+        tables: of each layer, which of a request's block tables it has.
         numbers: int32 `[3, count + 1]`, by which M-RoPE rotates; None: the tokens are text.
 
     Raises:
@@ -66,12 +69,13 @@ class Scratch:
         layouts: Sequence[PageLayout],
         rows: RowBuilder,
         settings: PassSettings,
-        block_size: int,
+        group: KvGroup,
         num_blocks: int,
         vllm_config: VllmConfig,
         stage: Stage | None = None,
     ) -> None:
-        if num_blocks < 2 * _BLOCKS + 1:
+        self.tables = [group.tables.get(layer.layer_name, 0) for layer in stack.attention]
+        if num_blocks < 2 * _BLOCKS * self.num_tables + 1:
             raise UnsupportedModelError(
                 f"the KV cache has {num_blocks} blocks only; give it more memory"
             )
@@ -81,7 +85,7 @@ class Scratch:
         self.layouts = layouts
         self._rows = rows
         self._settings = settings
-        self.block_size = block_size
+        self.block_size = block_size = group.block_size
         self.dtype = vllm_config.model_config.dtype
         self.max_model_len = vllm_config.model_config.max_model_len
         self.count, self.distance = count_and_distance(stack.attention, block_size, vllm_config)
@@ -92,24 +96,38 @@ class Scratch:
         self.copy = self.own + _BLOCKS
         self.mrope_positions: np.ndarray | None = None
 
+    @property
+    def num_tables(self) -> int:
+        """Block tables of the scratch tokens. No block is in two of them: layers of several tables
+        share the memory of a block."""
+        return 1 + max(self.tables, default=0)
+
+    def own_in(self, table: int) -> np.ndarray:
+        """int32, blocks of the tokens' own KV in a table."""
+        return np.asarray(self.own + 2 * _BLOCKS * table, np.int32)
+
+    def copy_in(self, table: int) -> np.ndarray:
+        """int32, blocks that moves and passes write to in a table."""
+        return self.own_in(table) + _BLOCKS
+
     def forward(self, distance: int = 0) -> None:
         """The model's own forward on the scratch tokens, with positions from `distance` on."""
         # With the pass's own kernels: the pass is compared, not the rounding of two kernels.
         with self._settings.fast_ops.preferred():
-            self._forward(slice(0, self.count), self.own, distance)
+            self._forward(slice(0, self.count), self.own_in, distance)
 
     def hand_on(self) -> LayerState:
         """The same from position 0 on; what the next stage is given of it."""
         with self._settings.fast_ops.preferred():
             run = self.stack.forward_to_next
-            state: LayerState = self._forward(slice(0, self.count), self.own, run=run)
+            state: LayerState = self._forward(slice(0, self.count), self.own_in, run=run)
             return state.clone()
 
     def states_for_drafts(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same from position 0 on; what of it drafts may be given."""
         with self._settings.fast_ops.preferred():
             run = self.stack.forward_for_drafts
-            return self._forward(slice(0, self.count), self.own, run=run)
+            return self._forward(slice(0, self.count), self.own_in, run=run)
 
     def forward_rounded_otherwise(self) -> None:
         """The same into the copy's blocks, in two chunks and by the kernels that vLLM prefers; what
@@ -124,26 +142,27 @@ class Scratch:
         half = self.count // 2
         with changed_outputs(self.stack.attention, round_otherwise):
             for part in (slice(0, half), slice(half, self.count)):
-                self._forward(part, self.copy)
+                self._forward(part, self.copy_in)
 
     def _forward(
         self,
         part: slice,
-        into: np.ndarray,
+        into: Callable[[int], np.ndarray],
         distance: int = 0,
         run: Callable[..., Any] | None = None,
     ) -> Any:
         device = self.stack.attention[0].kv_cache.device
         positions = torch.arange(part.start, part.stop, device=device)
-        blocks = torch.from_numpy(into).to(device)
-        slots = blocks[positions // self.block_size].long() * self.block_size
+        tables = np.stack([into(table) for table in range(self.num_tables)])
+        blocks = torch.from_numpy(tables).to(device)
+        slots = blocks[0][positions // self.block_size].long() * self.block_size
         tokens = TokenTable(
             torch.from_numpy(self.token_ids[part]).long().to(device),
             positions,
             torch.zeros_like(positions),
             slots + positions % self.block_size,
         )
-        computing = self._rows.forward_context(tokens, blocks[None])
+        computing = self._rows.forward_context(tokens, blocks)
         entering: AbstractContextManager[None] = nullcontext()
         if self.entering is not None:
             entering = self.stack.given(self.entering.take(part).clone())
@@ -158,15 +177,15 @@ class Scratch:
 
     def clear_copy(self) -> None:
         """Zero the blocks that passes and moves write to."""
-        self._clear(self.copy)
+        self._clear(self.copy_in)
 
     def clear_own(self) -> None:
         """Zero the blocks of the tokens' own KV, where the engine has run since it was computed."""
-        self._clear(self.own)
+        self._clear(self.own_in)
 
-    def _clear(self, blocks: np.ndarray) -> None:
-        for layer in self.stack.attention:
-            typed_pages(layer)[blocks.tolist()] = 0
+    def _clear(self, blocks: Callable[[int], np.ndarray]) -> None:
+        for layer, table in zip(self.stack.attention, self.tables, strict=True):
+            typed_pages(layer)[blocks(table).tolist()] = 0
 
     @contextmanager
     def unrounded(self) -> Iterator[None]:
