@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from vllm_segreuse.config import SegReuseConfig
@@ -275,3 +276,24 @@ class SegReuseConnector(KVConnectorBase_V1):
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> SegReusePromMetrics:
         return SegReusePromMetrics(*args, **kwargs)
+
+
+class SegReuseHybridConnector(SegReuseConnector, SupportsHMA):
+    """The same beside vLLM's hybrid KV cache manager, where a request has a block table for each KV
+    cache group.
+
+    A class of its own: by its interface vLLM would turn that manager on wherever nobody has said
+    whether to (`config/launch.py`).
+    """
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        tables = blocks.get_block_ids()
+        others = self._group.of_others(tables)
+        self.scheduler_side.allocated(request, self._group.of(tables), others)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, self._group.of(block_ids))

@@ -66,7 +66,7 @@ def enable() -> None:
 
 
 def _configured(
-    transfer: Any, offloading_gib: float | None, backend: str
+    transfer: Any, offloading_gib: float | None, backend: str, keeps_windows: bool
 ) -> tuple[Any, Check] | None:
     """An engine's configuration is made; see `compat.engine_args.Configure`."""
     from vllm_segreuse.config.launch import (
@@ -80,7 +80,7 @@ def _configured(
         return None
     enable()
     offloading = None if offloading_gib is None else KvOffloading(offloading_gib, backend)
-    checked = check_config(transfer, offloading=offloading)
+    checked = check_config(transfer, offloading=offloading, keeps_windows=keeps_windows)
     return checked, lambda config: check_engine(config, checked)
 
 

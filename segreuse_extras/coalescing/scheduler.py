@@ -186,6 +186,6 @@ def _as_it_is(reused: BoolArray, segments: Segments) -> Recipe:
     return Recipe.without_choice(np.logical_not(reused))
 
 
-def start(making: Making) -> Coalescing:
-    """That of an engine."""
-    return Coalescing(making.core)
+def start(making: Making) -> Coalescing | None:
+    """That of an engine; None: layers with a window do not keep what equal prompts would take."""
+    return None if making.core.group.others else Coalescing(making.core)

@@ -57,5 +57,7 @@ class ImageReuse(Feature):
 
 def start(making: Making) -> ImageReuse | None:
     """That of an engine; None: documents are found by their tokens, and keep images apart by
-    namespace."""
-    return None if making.layout is not None else ImageReuse(making.core)
+    namespace; or layers with a window have blocks of their own: images are not proven there."""
+    if making.layout is not None or making.core.group.others:
+        return None
+    return ImageReuse(making.core)

@@ -14,7 +14,12 @@ from vllm.config import ObservabilityConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from tests.parts import parts_of
@@ -32,10 +37,20 @@ OPTIONS = {"extra_keys": "tests", "segreuse_policy": "shift", "segreuse_min_reus
 _ids = count()
 
 
-def manager_of(num_blocks: int, **options: Any) -> KVCacheManager:
-    """vLLM's manager of one group; one block is vLLM's own."""
-    spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+def manager_of(num_blocks: int, windows: tuple[int, ...] = (), **options: Any) -> KVCacheManager:
+    """vLLM's manager; one block is vLLM's own.
+
+    Args:
+        windows: of further groups, before the one that keeps all blocks.
+    """
+    shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs = [SlidingWindowSpec(block_size=SIZE, sliding_window=it, **shape) for it in windows]
+    groups = [
+        KVCacheGroupSpec([f"layer {i}"], spec)
+        for i, spec in enumerate([*specs, FullAttentionSpec(block_size=SIZE, **shape)])
+    ]
+    # As vLLM has it by default: of a window's blocks few are named.
+    config = KVCacheConfig(num_blocks, [], groups, prefix_cache_retention_interval=0)
     return KVCacheManager(
         config, max_model_len=LIMIT, scheduler_block_size=SIZE, hash_block_size=SIZE, **options
     )

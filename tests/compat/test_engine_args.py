@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import vllm.envs
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -47,12 +49,17 @@ def enabled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def create(kv_transfer_config: Any, kv_offloading_size: float | None = None) -> Any:
+def create(
+    kv_transfer_config: Any,
+    kv_offloading_size: float | None = None,
+    without_hybrid: bool | None = None,
+) -> Any:
     """An engine's configuration, as vLLM makes it."""
     self: Any = SimpleNamespace(
         kv_transfer_config=kv_transfer_config,
         kv_offloading_size=kv_offloading_size,
         kv_offloading_backend="native",
+        disable_hybrid_kv_cache_manager=without_hybrid,
     )
     return EngineArgs.create_engine_config(self, "usage context")  # type: ignore[arg-type]
 
@@ -74,6 +81,28 @@ def test_our_connector_enables_before_the_engine_exists(
     assert checked == [made, ()]
     assert made.args == ("usage context",)
     assert made.kv_transfer_config.kv_connector_module_path == "vllm_segreuse.connector"
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        (None, "SegReuseConnector"),
+        (True, "SegReuseConnector"),
+        (False, "SegReuseHybridConnector"),
+    ],
+)
+def test_windows_are_kept_only_where_that_was_asked_for(
+    flag: bool | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM turns its hybrid manager on by itself beside a connector that says it can be."""
+    monkeypatch.setattr(supported, "check_config", lambda *given: None)
+    made = create(vllm_segreuse.kv_transfer_config(policy="shift"), without_hybrid=flag)
+    connector = KVConnectorFactory.get_connector_class(made.kv_transfer_config)
+    assert connector.__name__ == named
+    assert supports_hma(connector) == (flag is False)
+    assert launch.names_connector(made.kv_transfer_config)
+    assert launch.runs_alone(made.kv_transfer_config)
 
 
 @pytest.mark.usefixtures("enabled")

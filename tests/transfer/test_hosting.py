@@ -72,7 +72,9 @@ def vllm_config(llama: Any, connector: str = "FolderConnector", **options: Any) 
         cache_config=CacheConfig(block_size=16),
         parallel_config=ParallelConfig(),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=100, policy="fcfs"),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=100, policy="fcfs", disable_hybrid_kv_cache_manager=True
+        ),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
         speculative_config=None,
         lora_config=None,

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class NamedBlocks(NamedTuple):
@@ -99,3 +103,23 @@ class PrefixState(NamedTuple):
     fresh: bool
     blocks_needed: int
     idle: Collection[int] = ()
+
+
+class SiblingBlocks(Protocol):
+    """Which blocks of other KV cache groups hold the same tokens as one of the group that segments
+    are found in."""
+
+    def note(self, block_ids: Sequence[int], others: Sequence[Sequence[int]]) -> None:
+        """Blocks were filled together with as many in each other group; below 0: there is none."""
+
+    def all_of(self, block_ids: Iterable[int]) -> list[int]:
+        """The siblings of some blocks, as far as all of a block's are there."""
+
+    def are_whole(self, block_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """bool `[blocks]`: which blocks have all of their siblings."""
+
+    def lost(self, block_ids: Sequence[int]) -> list[int]:
+        """Blocks hold something else from now on; which others were whole until then."""
+
+    def clear(self) -> None:
+        """Nothing is known of any block."""

@@ -36,6 +36,7 @@ from vllm_segreuse.compat.block_events import (
     NamedBlocks,
     Naming,
     PrefixState,
+    SiblingBlocks,
 )
 
 if TYPE_CHECKING:
@@ -56,8 +57,19 @@ class Group(Protocol):
     def block_size(self) -> int:
         """Tokens per block."""
 
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Groups whose blocks hold the same tokens for other layers."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each of them, tokens that vLLM keeps blocks for; None: for all."""
+
     def of(self, by_group: Sequence[Any]) -> Any:
         """The group's own entry of a list that vLLM keeps by group."""
+
+    def of_others(self, by_group: Sequence[Any]) -> list[Any]:
+        """The others' entries."""
 
 
 class _Awaited(NamedTuple):
@@ -81,9 +93,16 @@ class SegmentBlockPool(BlockPool):
     Attributes:
         group: whose blocks these are.
         make_room: frees so many more blocks, if it can; returns whether blocks became free.
+        siblings: what blocks of other groups hold beside those of `group`; None: there are none.
+        window_end: while an allocation is under way, where vLLM's windows end at the latest: what a
+            plan supplies behind it needs blocks also where no window reaches; None: anywhere.
     """
 
     group: Group
+    siblings: SiblingBlocks | None
+    window_end: int | None
+    _blocks_of: Callable[[str], Sequence[Sequence[KVCacheBlock]]]
+    _pinned: dict[int, list[list[int]]]
     make_room: Callable[[int], bool]
     _naming: Naming
     _admission: AdmissionState
@@ -93,8 +112,20 @@ class SegmentBlockPool(BlockPool):
     _evicted: list[int] | None  # of the allocation under way
 
     @classmethod
-    def adopt(cls, pool: BlockPool, group: Group) -> SegmentBlockPool:
-        """Turn vLLM's pool into one of ours, in place: the manager and its parts all hold it."""
+    def adopt(
+        cls,
+        pool: BlockPool,
+        group: Group,
+        siblings: SiblingBlocks | None = None,
+        blocks_of: Callable[[str], Sequence[Sequence[KVCacheBlock]]] = lambda request_id: (),
+    ) -> SegmentBlockPool:
+        """Turn vLLM's pool into one of ours, in place: the manager and its parts all hold it.
+
+        Args:
+            siblings: remembers which blocks of several groups hold the same tokens; None: there
+                is one group.
+            blocks_of: a request's blocks in each group.
+        """
         if type(pool) is not BlockPool:
             raise RuntimeError(
                 f"segment reuse needs vLLM's own BlockPool, found {type(pool).__name__}; "
@@ -107,6 +138,8 @@ class SegmentBlockPool(BlockPool):
         pool._own_names = itertools.count()
         pool._awaited = {}
         pool._evicted = None
+        pool.siblings, pool._blocks_of = siblings, blocks_of
+        pool.window_end, pool._pinned = None, {}
         return pool
 
     def attach(
@@ -149,12 +182,28 @@ class SegmentBlockPool(BlockPool):
     # What plans and frozen entries need.
 
     def pin(self, block_ids: list[int]) -> None:
-        """Hold donor blocks; those in the free queue leave it."""
+        """Hold donor blocks, with their siblings; those in the free queue leave it."""
+        if self.siblings is not None:
+            for block_id in block_ids:
+                others = self.siblings.all_of([block_id])
+                self._pinned.setdefault(block_id, []).append(others)
+                self.touch([self.blocks[i] for i in others])
         self.touch([self.blocks[i] for i in block_ids])
 
     def unpin(self, block_ids: list[int]) -> None:
         """Release donor blocks; unused ones return to the end of the free queue."""
+        if self.siblings is not None:
+            others = [i for block_id in block_ids for i in self._unpinned(block_id)]
+            self.free_blocks([self.blocks[i] for i in others])
         self.free_blocks([self.blocks[i] for i in block_ids])
+
+    def _unpinned(self, block_id: int) -> list[int]:
+        """What was pinned with a block, whatever has become of it since."""
+        pinned = self._pinned[block_id]
+        others = pinned.pop()
+        if not pinned:
+            del self._pinned[block_id]
+        return others
 
     def references(self, block_id: int) -> int:
         """References on a block, whoever holds them."""
@@ -165,15 +214,28 @@ class SegmentBlockPool(BlockPool):
         return int(self.free_block_queue.num_free_blocks)
 
     def idle(self, block_ids: Iterable[int]) -> set[int]:
-        """Those of the given blocks that nobody holds: they are free until they are pinned."""
-        return {i for i in block_ids if self.blocks[i].ref_cnt == 0}
+        """Those of the given blocks, and of their siblings, that nobody holds: they are free until
+        they are pinned."""
+        wanted = [*block_ids]
+        if self.siblings is not None:
+            wanted += self.siblings.all_of(wanted)
+        return {i for i in wanted if self.blocks[i].ref_cnt == 0}
+
+    def are_whole(self, block_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """bool `[blocks]`: of which blocks all groups still have what they hold of these tokens."""
+        if self.siblings is None:
+            return np.ones(len(block_ids), np.bool_)
+        return self.siblings.are_whole(block_ids)
 
     def exact_stop(self, request_id: str) -> int:
         """Behind this position a request takes no exact blocks; see `Naming`."""
         return self._naming.exact_stop(request_id)
 
     def left_behind(self, request_id: str, start: int, stop: int) -> list[KVCacheBlock]:
-        """Blocks that a request takes behind its prefix hit; see `Naming`."""
+        """Blocks that a request takes behind its prefix hit; see `Naming`. None where there are
+        several groups: whoever left them has lost those of windows."""
+        if self.siblings is not None:
+            return []
         found = self._naming.left_behind(request_id, start, stop)
         return [self.blocks[block_id] for block_id in found]
 
@@ -228,9 +290,19 @@ class SegmentBlockPool(BlockPool):
         exact = request.block_hashes[: hit - len(left_behind)]
         found = [self._cached(block_hash) for block_hash in exact]
         blocks = [*(block.block_id for block in found if block is not None), *left_behind]
-        fresh, idle = not self._fresh.isdisjoint(blocks), self.idle(blocks)
+        fresh = not self._fresh.isdisjoint(blocks)
+        idle = self._unheld(self.blocks[block] for block in blocks)
         missing = -(-num_slots // size) - hit
+        for index, window in zip(self.group.others, self.group.windows, strict=True):
+            first = 0 if window is None else max(0, num_hit_tokens - window + 1) // size
+            held = [self.get_cached_block(it, [index]) for it in exact[first:]]
+            idle |= self._unheld([it[0] for it in held if it is not None])
+            missing += -(-num_slots // size) - hit
         return PrefixState(fresh, missing + len(idle) + watermark, idle)
+
+    @staticmethod
+    def _unheld(blocks: Iterable[KVCacheBlock]) -> set[int]:
+        return {block.block_id for block in blocks if block.ref_cnt == 0}
 
     def resident_blocks(self, request: Request, first: int, last: int) -> npt.NDArray[np.int32]:
         """Blocks `[first, last)` of a request that are cached under its own hashes, else -1.
@@ -242,6 +314,9 @@ class SegmentBlockPool(BlockPool):
             cached = self._cached(block_hash)
             if cached is not None and cached.block_id not in self._fresh:
                 found[i] = cached.block_id
+        if self.siblings is not None:
+            resident = np.flatnonzero(found >= 0)
+            found[resident[~self.siblings.are_whole(found[resident].tolist())]] = -1
         return found
 
     def begin_step(self) -> None:
@@ -278,7 +353,10 @@ class SegmentBlockPool(BlockPool):
                 listener.evicting(taken)
         self._evicted = evicted = list[int]()
         try:
-            return super().get_new_blocks(num_blocks)
+            blocks = super().get_new_blocks(num_blocks)
+            if self.siblings is not None:  # also those that had lost their names before
+                evicted += self.siblings.lost([block.block_id for block in blocks])
+            return blocks
         finally:
             self._evicted = None
             if evicted:
@@ -308,6 +386,9 @@ class SegmentBlockPool(BlockPool):
         as soon as the workers have reported it (`restored`).
 
         A reference (`audit/`) has no hashes, and its blocks no names: nobody finds them.
+
+        Of a window's blocks vLLM's mask leaves out those that its prefix cache needs less. Without
+        names they would be the first to be taken, so those of requests that reuse get theirs.
         """
         if num_cached_blocks >= num_full_blocks or not request.block_hashes:
             return
@@ -324,14 +405,24 @@ class SegmentBlockPool(BlockPool):
             known_end,
             block_size,
             kv_cache_group_id,
-            block_mask,
+            block_mask if ends is None else None,
         )
-        names = [self._own_name(block) for block in blocks[known_end:num_full_blocks]]
+        names = [
+            self._own_name(block, kv_cache_group_id)
+            for block in blocks[known_end:num_full_blocks]
+            if not block.is_null  # a window has passed it
+        ]
         if num_full_blocks * block_size > request.num_computed_tokens:
             # Named by a step that is being scheduled, not by the output of one that has left.
             self._fresh.update(
-                block.block_id for block in blocks[num_cached_blocks:num_full_blocks]
+                block.block_id
+                for block in blocks[num_cached_blocks:num_full_blocks]
+                if not block.is_null
             )
+        if kv_cache_group_id != self.group.index:
+            return
+        if self.siblings is not None:
+            self._note_siblings(self.siblings, request, num_cached_blocks, num_full_blocks)
         if ends is None:
             return
         if known_end == exact_end:
@@ -344,10 +435,21 @@ class SegmentBlockPool(BlockPool):
         self._report_named(request, blocks, num_cached_blocks, known_end)
         self._report_named(request, blocks, exact_end, num_full_blocks)
 
-    def _own_name(self, block: KVCacheBlock) -> BlockHashWithGroupId:
-        """Give a block a name that no token sequence hashes to."""
+    def _note_siblings(
+        self, siblings: SiblingBlocks, request: Request, first: int, last: int
+    ) -> None:
+        """Blocks `[first, last)` of a request are being named, in all groups."""
+        tables = self._blocks_of(request.request_id)
+        ids = [
+            [-1 if block.is_null else block.block_id for block in table[first:last]]
+            for table in (self.group.of(tables), *self.group.of_others(tables))
+        ]
+        siblings.note(ids[0], ids[1:])
+
+    def _own_name(self, block: KVCacheBlock, group: int) -> BlockHashWithGroupId:
+        """Give a block of a group a name that no token sequence hashes to."""
         own = BlockHash(_OWN_NAME + next(self._own_names).to_bytes(8, "big"))
-        name = make_block_hash_with_group_id(own, self.group.index)
+        name = make_block_hash_with_group_id(own, group)
         self._insert_block_hash(name, block, num_tokens=self.group.block_size)
         return name
 
@@ -426,6 +528,8 @@ class SegmentBlockPool(BlockPool):
         return removed
 
     def _report_evicted(self, block_ids: list[int]) -> None:
+        if self.siblings is not None:
+            block_ids = [*block_ids, *self.siblings.lost(block_ids)]
         for listener in self._listeners:
             listener.evicted(block_ids)
 
@@ -443,6 +547,8 @@ class SegmentBlockPool(BlockPool):
         if done:
             self._fresh.clear()
             self._awaited.clear()
+            if self.siblings is not None:
+                self.siblings.clear()
             for listener in self._listeners:
                 listener.reset()
         return done

@@ -17,9 +17,10 @@ from vllm_segreuse.compat.patching import wrap
 Check = Callable[[Any], None]
 """Raises if the engine's `VllmConfig` cannot be combined with ours."""
 
-Configure = Callable[[Any, float | None, str], tuple[Any, Check] | None]
-"""Given a `KVTransferConfig` (or None), the size and the backend of vLLM's own offloading: the one
-to go on with, without that offloading, and a check of what becomes of it; None: it is not ours."""
+Configure = Callable[[Any, float | None, str, bool], tuple[Any, Check] | None]
+"""Given a `KVTransferConfig` (or None), the size and the backend of vLLM's own offloading, and
+whether its hybrid KV cache manager was asked for: the one to go on with, without that offloading,
+and a check of what becomes of it; None: it is not ours."""
 
 
 class Flags(NamedTuple):
@@ -65,7 +66,10 @@ def _from_cli_args(original: Callable[..., Any], flags: Flags) -> Callable[..., 
 def _create_engine_config(original: Callable[..., Any], flags: Flags) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = flags.configure(
-            self.kv_transfer_config, self.kv_offloading_size, self.kv_offloading_backend
+            self.kv_transfer_config,
+            self.kv_offloading_size,
+            self.kv_offloading_backend,
+            self.disable_hybrid_kv_cache_manager is False,
         )
         if found is None:
             return original(self, *args, **kwargs)

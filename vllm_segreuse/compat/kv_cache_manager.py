@@ -50,6 +50,8 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
         ahead = pool.written_until(request.request_id) - _computed(request, options)
         more = {"num_lookahead_tokens": max(_lookahead(options), ahead - num_new_tokens)}
         allocate = partial(original, self, request, num_new_tokens, **options | more)
+        if pool.siblings is not None and options.get("num_external_computed_tokens"):
+            allocate = partial(_with_all_blocks, pool, _local(request, options), allocate)
         allocated, needed = allocate(), 0
         while allocated is None and not pool.is_closed:
             needed = _blocks_needed(self, request, num_new_tokens, options)
@@ -116,11 +118,28 @@ def _blocks_needed(manager: Any, request: Any, num_new_tokens: int, options: dic
     tokens += _lookahead(options)
     group = manager.block_pool.group
     total = -(-min(tokens, manager.max_model_len) // group.block_size)
-    hit = options.get("new_computed_blocks")
-    shared = 0 if hit is None else sum(block.ref_cnt > 0 for block in group.of(hit.blocks))
-    held = len(group.of(manager.get_block_ids(request.request_id)))
-    kept = manager.watermark_blocks + options.get("reserved_blocks", 0)
-    return int(total - held - shared + kept)
+    hit, tables = options.get("new_computed_blocks"), manager.get_block_ids(request.request_id)
+    needed = manager.watermark_blocks + options.get("reserved_blocks", 0)
+    for index in (group.index, *group.others):
+        found = () if hit is None else hit.blocks[index]
+        # Blocks that a window has passed are vLLM's null block, and need none.
+        shared = sum(block.ref_cnt > 0 or block.is_null for block in found)
+        needed += total - len(tables[index]) - shared
+    return int(needed)
+
+
+def _with_all_blocks(pool: SegmentBlockPool, start: int, allocate: Callable[[], Any]) -> Any:
+    """Allocate for what a plan supplies from `start` on (`single_type_kv_cache_manager.py`)."""
+    pool.window_end = start
+    try:
+        return allocate()
+    finally:
+        pool.window_end = None
+
+
+def _local(request: Any, options: dict[str, Any]) -> int:
+    """Tokens of a request that are computed or in its prefix hit."""
+    return int(request.num_computed_tokens + options.get("num_new_computed_tokens", 0))
 
 
 def _computed(request: Any, options: dict[str, Any]) -> int:

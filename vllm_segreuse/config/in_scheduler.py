@@ -12,7 +12,11 @@ from vllm.platforms import current_platform
 
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.matcher import warm_up
-from vllm_segreuse.compat import kv_cache_manager, triton_dispatcher
+from vllm_segreuse.compat import (
+    kv_cache_manager,
+    single_type_kv_cache_manager,
+    triton_dispatcher,
+)
 from vllm_segreuse.compat.block_events import Naming
 from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.engine.metrics import Counted
@@ -64,6 +68,8 @@ def scheduler_side(
     """
     triton_dispatcher.install()  # numba is loaded from here on
     kv_cache_manager.install()
+    if group.others:
+        single_type_kv_cache_manager.install()
     warm_up()
     options = TierServer.of(config).tier or TierOptions()
     records = 0 if region is None else most_records(region, options)
@@ -103,6 +109,7 @@ def _parts(making: Making, features: Features) -> Parts:
         core.config.max_provenance_depth,
         core.health,
         [follower for feature in features for follower in feature.followers],
+        core.pool.are_whole,
     )
     budget = StepBudget(_step_tokens(core))
     make_room = making.earlier(FrozenDocuments).freezing.make_room
@@ -162,8 +169,11 @@ def _is_spread(core: Core, methods: Methods, plan: ReusePlan) -> bool:
 
     vLLM keeps an adapter loaded in the steps of its requests only, so a plan with an adapter is
     carried out in one step. So is one of a prompt with images, behind which vLLM may have to go on
-    with a new one.
+    with a new one; and one of layers with blocks of their own, which vLLM frees where the window
+    has passed them as soon as a request ends.
     """
+    if core.group.others:
+        return False
     most = core.vllm_config.scheduler_config.max_num_batched_tokens
     above = core.config.spread_work(most, methods.layers.in_all)
     if plan.lora_id or plan.mrope_positions is not None or above is None:

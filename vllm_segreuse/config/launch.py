@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 CONNECTOR = "SegReuseConnector"
 CONNECTOR_MODULE = "vllm_segreuse.connector"
+HYBRID_CONNECTOR = "SegReuseHybridConnector"
+"""Of an engine whose hybrid KV cache manager was asked for (`features/windows/`)."""
+
 KV_ROLE = "kv_producer"
 
 _ALONE = (
@@ -63,12 +66,12 @@ def names_connector(config: "KVTransferConfig | Mapping[str, Any] | None") -> bo
 @cache
 def _connectors() -> tuple[str, ...]:
     """Names of our connector, and of those that features have in its place."""
-    return CONNECTOR, *(module.CONNECTOR for module in having("launch"))
+    return CONNECTOR, HYBRID_CONNECTOR, *(module.CONNECTOR for module in having("launch"))
 
 
 def runs_alone(config: "KVTransferConfig | None") -> bool:
-    """Whether `config` names our connector itself."""
-    return config is not None and config.kv_connector == CONNECTOR
+    """Whether `config` names our connector itself, and none of a feature's."""
+    return config is not None and config.kv_connector in (CONNECTOR, HYBRID_CONNECTOR)
 
 
 def _as_config(config: "KVTransferConfig | Mapping[str, Any]") -> "KVTransferConfig":
@@ -116,7 +119,10 @@ class KvOffloading(NamedTuple):
 
 
 def check_config(
-    config: "KVTransferConfig | Mapping[str, Any]", *, offloading: KvOffloading | None = None
+    config: "KVTransferConfig | Mapping[str, Any]",
+    *,
+    offloading: KvOffloading | None = None,
+    keeps_windows: bool = False,
 ) -> "KVTransferConfig":
     """Checks a configuration that names our connector, before vLLM builds on it.
 
@@ -124,6 +130,7 @@ def check_config(
         config: the configuration.
         offloading: what vLLM is to offload; the second tier does it instead, since vLLM's own
             offloading would replace the connector.
+        keeps_windows: whether vLLM's hybrid KV cache manager was asked for.
 
     Returns:
         The configuration to go on with.
@@ -150,6 +157,14 @@ def check_config(
             )
         config.kv_connector = CONNECTOR
         config.kv_connector_module_path = config.kv_connector_module_path or CONNECTOR_MODULE
+    if keeps_windows:
+        if config.kv_connector not in (CONNECTOR, HYBRID_CONNECTOR):
+            raise ConfigError(
+                f"{config.kv_connector} cannot be combined with "
+                "--no-disable-hybrid-kv-cache-manager: drop the flag, or the option that needs it "
+                "(beside)"
+            )
+        config.kv_connector = HYBRID_CONNECTOR
 
     import vllm.envs
 

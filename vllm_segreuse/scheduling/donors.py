@@ -15,7 +15,7 @@ be a worse donor of the same text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -58,6 +58,8 @@ class Donors(BlockListener):
         max_depth: deepest provenance that may donate.
         health: where errors over the index end.
         followers: are notified of what donates, and of what does no more.
+        are_whole: bool of each of some blocks, whether all layers still have what it stands for;
+            None: they do.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class Donors(BlockListener):
         max_depth: int,
         health: Health,
         followers: Sequence[Follower] = (),
+        are_whole: Callable[[Sequence[int]], BoolArray] | None = None,
     ) -> None:
+        self._are_whole = are_whole
         self._index = index
         self._requests = requests
         self._max_depth = max_depth
@@ -164,6 +168,8 @@ class Donors(BlockListener):
     def _insert(self, tracked: TrackedRequest, blocks: NamedBlocks) -> None:
         size, first = self._index.block_size, blocks.first
         depths = self.depths(tracked, first, len(blocks.block_ids))
+        if self._are_whole is not None:
+            depths = np.where(self._are_whole(blocks.block_ids), depths, -1).astype(np.int32)
         if not depths.any():  # as nearly always: all of them are exact
             self._index_run(tracked, blocks, slice(0, len(depths)), 0)
             return

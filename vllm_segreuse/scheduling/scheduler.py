@@ -5,7 +5,7 @@ planner on the other, and features (`features/`) around both."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -133,15 +133,23 @@ class SchedulerSide:
         return any(feature.holds(request_id) for feature in self._holding)
 
     @contained(otherwise=None)
-    def allocated(self, request: Request, block_ids: list[int]) -> None:
+    def allocated(
+        self, request: Request, block_ids: list[int], others: Sequence[list[int]] = ()
+    ) -> None:
         """vLLM allocated the request's blocks: it runs in this step, or is set aside for its plan.
 
         Called once more when its spread plan is done and it runs.
+
+        Args:
+            block_ids: of the group that segments are found in.
+            others: in each of the other groups.
         """
         tracked = self._planner.get(request.request_id)
         if tracked is None or request.num_computed_tokens:
             return
         report = self._planner.allocated(tracked, block_ids)
+        if others and tracked.plan is not None:
+            tracked.plan.others = self._core.other_tables(tracked.plan, others)
         hit_blocks = block_ids[: report.prefix_tokens // self._core.block_size]
         self.parts.donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         is_first = not request.num_preemptions
