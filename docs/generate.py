@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
             policies,
         ),
         *(metrics, start_up_errors, request_errors, admin_errors, patches),
-        *(support, families, tier_sizing),
+        *(support, families, windows, tier_sizing),
     ):
         file = folder / f"{table.__name__}.md"
         _write(file, table())
@@ -440,6 +440,26 @@ def families() -> str:
         for name, family in found.items()
     ]
     return _table(("model", "architecture", "verdict"), rows)
+
+
+def windows() -> str:
+    """What prompts hold of models with windows, as the doctor counts it."""
+    found = json.loads((REPOSITORY / "docs" / "windows.json").read_text())
+    rows = [
+        (
+            name,
+            f"{told['layers']} of {told['all_layers']}",
+            f"{told['window']:,}",
+            f"{told['prompt_tokens']:,}",
+            f"{told['bytes_all'] / 2**20:,.0f} MiB",
+            f"{told['bytes_windows'] / 2**20:,.0f} MiB",
+            f"{told['bytes_all'] / told['bytes_windows']:.1f}",
+        )
+        for name, prompts in found.items()
+        for told in prompts
+    ]
+    heads = ("layers with a window", "tokens of it", "prompt", "all blocks", "windows", "times")
+    return _table(("model", *heads), rows)
 
 
 def _verdict(family: dict[str, Any]) -> str:

@@ -69,6 +69,12 @@ def test_a_chunk_whose_keys_are_compared_may_take_more_than_its_queries() -> Non
     assert pass_bytes(config()) - pass_bytes(of_few_heads) == less
 
 
+def test_heads_of_layers_without_a_window_may_be_wider() -> None:
+    """Gemma 4: `head_dim` is of the layers with one."""
+    wider = config(windows={"global_head_dim": 512})
+    assert pass_bytes(wider) - pass_bytes(config()) == 100_000 * 4 * (512 - 128) * (2 * 2 + 4)
+
+
 @pytest.mark.parametrize(("spread_tokens", "share"), [(None, 50_000), (700, 700), (0, 100_000)])
 def test_between_pipeline_stages_states_of_two_steps_are_held_to_be_sent(
     spread_tokens: int | None, share: int

@@ -11,6 +11,7 @@ from segreuse_extras.trained.refusals import POLICY as LINK
 from segreuse_tools.doctor.looking import look, look_at_rest
 from segreuse_tools.doctor.memory_use import Memory
 from segreuse_tools.doctor.trained_documents import TrainedDocuments
+from segreuse_tools.doctor.windowed_kv import WindowedKv
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine.supported import NO_KV
@@ -37,6 +38,7 @@ class Diagnosis:
         backend, kernels: vLLM's attention backend, and what a pass runs; None as for `model`.
         memory: see `Memory`; None as for `model`.
         documents: see `TrainedDocuments`; None for an ordinary model.
+        windows: see `WindowedKv`; None: no layer has one, or all do.
     """
 
     works: bool
@@ -51,6 +53,7 @@ class Diagnosis:
     kernels: str | None
     memory: Memory | None
     documents: TrainedDocuments | None = None
+    windows: WindowedKv | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Its fields, as JSON has them."""
@@ -94,6 +97,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         kernels=None if examined is None else examined.kernels,
         memory=found.memory,
         documents=found.documents,
+        windows=None if examined is None else examined.windows,
     )
 
 

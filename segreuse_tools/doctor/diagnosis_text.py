@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from segreuse_tools.doctor.diagnosis import Diagnosis
 from segreuse_tools.doctor.memory_use import Memory
 from segreuse_tools.doctor.trained_documents import TrainedDocuments
+from segreuse_tools.doctor.windowed_kv import WindowedKv
 
 
 def as_text(diagnosis: Diagnosis) -> str:
@@ -45,6 +46,8 @@ def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "policy", f"{policy['name']}, {own} of the reused tokens recomputed{off}"
     if diagnosis.memory:
         yield from _memory(diagnosis.memory)
+    if diagnosis.windows:
+        yield "windows", _windows(diagnosis.windows)
     for note in diagnosis.notes:
         yield "note", note
 
@@ -78,6 +81,21 @@ def _memory(memory: Memory) -> Iterator[tuple[str, str]]:
         f"{_bytes(memory.index_bytes_per_block)} per KV block, "
         f"{_bytes(memory.index_bytes_per_gib)} per GiB of KV cache; a pass holds up to "
         f"{_bytes(memory.pass_bytes)}",
+    )
+
+
+def _windows(windows: WindowedKv) -> str:
+    kept, passed = _bytes(windows.bytes_windows), _bytes(windows.bytes_all)
+    told = (
+        f"{windows.layers} of {windows.all_layers} layers attend to {windows.window:,} tokens at "
+        f"most; a prompt of {windows.prompt_tokens:,} tokens holds "
+    )
+    if windows.keeps_windows:
+        return f"{told}{kept} while it is answered, {passed} if all of their blocks were kept"
+    times = windows.bytes_all / windows.bytes_windows
+    return (
+        f"{told}{passed} while it is answered, as all of their blocks are kept: {times:.1f} times "
+        f"the {kept} that it holds with --no-disable-hybrid-kv-cache-manager"
     )
 
 

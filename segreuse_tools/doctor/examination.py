@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from segreuse_tools.doctor.windowed_kv import WindowedKv, windowed_kv
 from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.supported import WITHOUT, RefusedError
 from vllm_segreuse.plan import ModelLayers
@@ -37,6 +38,7 @@ class Examined:
         kernels: which kernels a pass will run, as start-up logs it.
         layers: as programs see them.
         lacks: what vLLM cannot compute of the model on this machine; None: nothing is known.
+        windows: what layers with a window take; None: there are none, or no others.
     """
 
     kv: tuple[tuple[int, int], ...]
@@ -45,6 +47,7 @@ class Examined:
     kernels: str
     layers: ModelLayers
     lacks: str | None = None
+    windows: WindowedKv | None = None
 
 
 def examine(vllm_config: VllmConfig) -> Examined:
@@ -76,6 +79,7 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
     from vllm_segreuse.prefill.checks import layers_of, read_structure
 
     specs = _specs(vllm_config)
+    windows = windowed_kv(vllm_config, specs, _kv_cache_config)
     kv_cache_config = _kv_cache_config(vllm_config, specs)
     _check_bindable(specs, kv_cache_config, vllm_config)
     _bind(kv_cache_config, specs, vllm_config)
@@ -90,6 +94,7 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
         kernels=structure.description,
         layers=layers_of(structure.stack, vllm_config.model_config.max_model_len),
         lacks=_unrouted(model),
+        windows=windows,
     )
 
 
@@ -188,8 +193,8 @@ def _kv_cache_config(vllm_config: VllmConfig, specs: dict[str, Any]) -> KVCacheC
             get_kv_cache_groups,
         )
 
-    groups = get_kv_cache_groups(vllm_config, specs)  # may change the specs
     _resolve_layout(vllm_config)
+    groups = get_kv_cache_groups(vllm_config, specs)  # may change the specs
     memory = _BLOCKS * sum(spec.page_size_bytes for spec in specs.values())
     return get_kv_cache_config_from_groups(vllm_config, groups, memory)
 

@@ -11,6 +11,7 @@ from segreuse_tools.doctor.diagnosis import Diagnosis
 from segreuse_tools.doctor.diagnosis_text import as_text
 from segreuse_tools.doctor.memory_use import Memory
 from segreuse_tools.doctor.trained_documents import TrainedDocuments
+from segreuse_tools.doctor.windowed_kv import WindowedKv
 
 MEMORY = Memory(
     weight_bytes=16 * 2**30 + 2**29,
@@ -138,3 +139,25 @@ def test_bytes_have_the_largest_unit_below_them(count: int, text: str) -> None:
     machine = DIAGNOSIS.machine | {"memory_bytes": count}
     line = as_text(replace(DIAGNOSIS, machine=machine)).splitlines()[2]
     assert line == f"  machine   cpu, 8 cores, {text}"
+
+
+WINDOWS = WindowedKv(12, 24, 1024, 32768, 3 * 2**30, 2**30, keeps_windows=False)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "text"),
+    [
+        (
+            False,
+            "3.0 GiB while it is answered, as all of their blocks are kept: 3.0 times the 1.0 GiB "
+            "that it holds with --no-disable-hybrid-kv-cache-manager",
+        ),
+        (True, "1.0 GiB while it is answered, 3.0 GiB if all of their blocks were kept"),
+    ],
+)
+def test_a_model_with_windows(keeps: bool, text: str) -> None:
+    told = as_text(replace(DIAGNOSIS, windows=replace(WINDOWS, keeps_windows=keeps)))
+    assert (
+        "  windows   12 of 24 layers attend to 1,024 tokens at most; a prompt of 32,768 tokens "
+        f"holds {text}\n" in told
+    )

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 from vllm.config import LoRAConfig
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.prefill.loaded import model_config, refused
+from tests.test_kv_group import FULL, SHAPE, kv_cache
 from tests.test_supported import config
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import check_config, kv_transfer_config
 from vllm_segreuse.features.windows.refusals import FLAG, check
+from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.options.server import ConfigError
+from vllm_segreuse.prefill.worker import windows_note
 
 
 @pytest.fixture(scope="module")
@@ -82,5 +86,28 @@ def test_what_is_not_proven_of_the_options_is_refused(
 
 def test_a_transfer_connector_is_refused_beside_it() -> None:
     beside = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
-    with pytest.raises(ConfigError, match=f"SegReuseTransferConnector cannot be combined with {FLAG}"):
+    with pytest.raises(ConfigError, match=f"Connector cannot be combined with {FLAG}"):
         check_config(kv_transfer_config({"beside": beside}), keeps_windows=True)
+
+
+def layer(name: str, window: int) -> Any:
+    return SimpleNamespace(attention=SimpleNamespace(layer_name=name), kind=AttentionKind(window))
+
+
+def test_start_up_says_what_keeping_all_blocks_takes() -> None:
+    """A token of one head of 32 channels in bf16 takes 128 bytes at a layer."""
+    cache = kv_cache(FULL)
+    cache.kv_cache_groups[0].layer_names[:] = ["a", "b", "c"]
+    layers = [layer("a", 64), layer("b", 0), layer("c", 96)]
+    told = windows_note(layers, cache)
+    assert told is not None
+    assert told.startswith("2 of 3 layers attend to 96 tokens at most, and all of their blocks ")
+    assert "256 bytes more for each token that windows have passed; " + FLAG in told
+    assert windows_note(layers[1:2], cache) is None, "no layer has a window"
+
+
+def test_it_says_nothing_where_windows_have_blocks_of_their_own() -> None:
+    windowed = SlidingWindowSpec(block_size=16, sliding_window=64, **SHAPE)
+    assert (
+        windows_note([layer("layer 0", 0), layer("layer 1", 64)], kv_cache(FULL, windowed)) is None
+    )

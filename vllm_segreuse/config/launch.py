@@ -161,8 +161,8 @@ def check_config(
         if config.kv_connector not in (CONNECTOR, HYBRID_CONNECTOR):
             raise ConfigError(
                 f"{config.kv_connector} cannot be combined with "
-                "--no-disable-hybrid-kv-cache-manager: drop the flag, or the option that needs it "
-                "(beside)"
+                "--no-disable-hybrid-kv-cache-manager: drop the flag, or what that connector is "
+                "for (option beside)"
             )
         config.kv_connector = HYBRID_CONNECTOR
 

@@ -18,7 +18,7 @@ from vllm_segreuse.options.server import STEP_TOKENS
 from vllm_segreuse.prefill.compared import COMPARED_TOKENS
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _BUILDER_BYTES = 16 << 20
 _FLOAT32_BYTES = 4
@@ -102,13 +102,19 @@ def _choice_bytes(vllm_config: VllmConfig) -> int:
     backend may have been given in fp8; or its keys and values there and the reused ones, which are
     compared one after the other, in float32."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    element, channels = model.dtype.itemsize, model.get_head_size()
+    element, channels = model.dtype.itemsize, _channels(model)
     of_query = 2 * element + _FLOAT32_BYTES
     queries = model.get_num_attention_heads(parallel) * channels * of_query
     of_key = 4 * element + 2 * _FLOAT32_BYTES
     compared = model.get_num_kv_heads(parallel) * channels * of_key
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     return int(chunk * max(queries, compared))
+
+
+def _channels(model: ModelConfig) -> int:
+    """Of the widest head: in Gemma 4 those of layers without a window have more."""
+    wider = getattr(model.hf_text_config, "global_head_dim", None)
+    return max(int(model.get_head_size()), int(wider or 0))
 
 
 def _auxiliary_layers(vllm_config: VllmConfig) -> int:
@@ -146,7 +152,7 @@ def _halo_bytes(vllm_config: VllmConfig, config: SegReuseConfig) -> int:
         return 0
     of_a_step = config.max_step_tokens or STEP_TOKENS["other"]
     tokens = _prompts(vllm_config) * (COMPARED_TOKENS + segments) + of_a_step
-    channels = model.get_num_kv_heads(parallel) * model.get_head_size()
+    channels = model.get_num_kv_heads(parallel) * _channels(model)
     halves = 1 if model.use_mla else 2
     kept = halves * model.get_num_layers(parallel) * model.dtype.itemsize
     return tokens * channels * (kept + 4 * _FLOAT32_BYTES)
@@ -162,7 +168,7 @@ def _builder_bytes(vllm_config: VllmConfig) -> int:
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
-    channels = model.get_num_attention_heads(parallel) * model.get_head_size()
+    channels = model.get_num_attention_heads(parallel) * _channels(model)
     workspace = max(
         envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, chunk * channels * _FLASHINFER_ELEMENT_BYTES
     )

@@ -15,9 +15,11 @@ from vllm_segreuse.compat.model_runner import (
     loaded_model,
     once_captured,
 )
+from vllm_segreuse.engine.kv_group import segment_group
 from vllm_segreuse.engine.metrics import Counted
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.kernels.codecs import Codec
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
@@ -170,6 +172,8 @@ def proven(
         runtime.max_deviation,
         runtime.kernels,
     )
+    if told := windows_note(runtime.prefill.runner.known, kv_cache_config):
+        logger.info("segment reuse: %s", told)
     if runtime.graphs is not None:
         once_captured(partial(_prove_graphs, runtime.graphs))
     states = runtime.prefill.states
@@ -181,6 +185,22 @@ def proven(
             states.num_bytes / (1 << 30),
         )
     return runtime
+
+
+def windows_note(layers: Sequence[LayerKv], kv_cache_config: KVCacheConfig) -> str | None:
+    """What keeping all blocks of layers with a window takes; None: there are none, or these have
+    blocks of their own."""
+    windows = [layer.kind.window for layer in layers if layer.kind.window]
+    group = segment_group(kv_cache_config)
+    if not windows or group.others:
+        return None
+    names = [layer.attention.layer_name for layer in layers if layer.kind.window]
+    size = sum(group.specs[name].page_size_bytes for name in names) // group.block_size
+    return (
+        f"{len(windows)} of {len(layers)} layers attend to {max(windows)} tokens at most, and all "
+        f"of their blocks are kept: {size} bytes more for each token that windows have passed; "
+        "--no-disable-hybrid-kv-cache-manager frees them (docs/limits.md)"
+    )
 
 
 def backlog_of(
