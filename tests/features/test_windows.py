@@ -13,7 +13,7 @@ from tests.test_kv_group import FULL, SHAPE, kv_cache
 from tests.test_supported import config
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import check_config, kv_transfer_config
-from vllm_segreuse.features.windows.refusals import FLAG, check
+from segreuse_extras.windows.refusals import FLAG, check
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.prefill.worker import windows_note

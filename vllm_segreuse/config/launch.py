@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CONNECTOR = "SegReuseConnector"
 CONNECTOR_MODULE = "vllm_segreuse.connector"
 HYBRID_CONNECTOR = "SegReuseHybridConnector"
-"""Of an engine whose hybrid KV cache manager was asked for (`features/windows/`)."""
+"""Of an engine whose hybrid KV cache manager was asked for (`segreuse_extras/windows/`)."""
 
 KV_ROLE = "kv_producer"
 

@@ -38,7 +38,7 @@ FEATURES = (
     "vllm_segreuse.features.tier",
     "segreuse_extras.transfer",
     "segreuse_extras.pipeline",
-    "vllm_segreuse.features.windows",
+    "segreuse_extras.windows",
     "segreuse_extras.explain",
     "segreuse_extras.tracing",
     "segreuse_extras.viewer",
