@@ -8,12 +8,12 @@ import pytest
 from vllm.config import LoRAConfig
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from segreuse_extras.windows.refusals import FLAG, check
 from tests.prefill.loaded import model_config, refused
 from tests.test_kv_group import FULL, SHAPE, kv_cache
 from tests.test_supported import config
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import check_config, kv_transfer_config
-from segreuse_extras.windows.refusals import FLAG, check
 from vllm_segreuse.model.attention_kind import AttentionKind
 from vllm_segreuse.options.server import ConfigError
 from vllm_segreuse.prefill.worker import windows_note
