@@ -125,7 +125,7 @@ def recipe_of(policy: str, new: float, dense_layers: float) -> Recipe:
     return POLICIES[policy](given)
 
 
-@pytest.mark.parametrize("new", [0.45, 0.9])
+@pytest.mark.parametrize("new", [0.02, 0.45, 0.9])
 @pytest.mark.parametrize(
     ("policy", "dense_layers"),
     [

@@ -26,6 +26,7 @@ from vllm_segreuse.kernels.reference import rotate
 from vllm_segreuse.model import token_kv
 from vllm_segreuse.prefill.attention import Watching
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.compared import CARRIED_TOKENS
 from vllm_segreuse.prefill.layer_runner import LayerRunner
 from vllm_segreuse.prefill.tokens import Index, upload
 
@@ -146,24 +147,27 @@ class CarriedChanges(Watching):
         number, rows = found
         if number == 0:
             self._chunk = rows
-            self._taking = [self._taking_in(rows, *side) for side in self._sides]
+            self._taking = [it for side in self._sides for it in self._taking_in(rows, *side)]
             self._held = [part[rows] for part in self._first]
         self._carry(number)
         if number + 1 < len(self._layers):
             self._held = self._read(number + 1, rows)
         yield
 
-    def _taking_in(self, rows: slice, takers: Takers, shares: KvShares) -> _Taking:
-        """Who takes part in the changes of these recomputed tokens."""
-        whose = slice(*np.searchsorted(takers.rows, [rows.start, rows.stop]).tolist())
-        device, distances = self._device, takers.distances[whose]
-        tokens = upload(takers.tokens[whose], device)
-        return _Taking(
-            {table: slots[tokens] for table, slots in self._slots.items()},
-            upload(takers.rows[whose] - rows.start, device),
-            upload(distances + self._longest - 1, device),
-            [upload(share.at(distances), device)[:, None, None] for share in shares],
-        )
+    def _taking_in(self, rows: slice, takers: Takers, shares: KvShares) -> Iterator[_Taking]:
+        """Who takes part in the changes of these recomputed tokens, as many at once as there is
+        memory for."""
+        first, stop = np.searchsorted(takers.rows, [rows.start, rows.stop]).tolist()
+        for begin in range(first, stop, CARRIED_TOKENS):
+            whose = slice(begin, min(stop, begin + CARRIED_TOKENS))
+            device, distances = self._device, takers.distances[whose]
+            tokens = upload(takers.tokens[whose], device)
+            yield _Taking(
+                {table: slots[tokens] for table, slots in self._slots.items()},
+                upload(takers.rows[whose] - rows.start, device),
+                upload(distances + self._longest - 1, device),
+                [upload(share.at(distances), device)[:, None, None] for share in shares],
+            )
 
     def _carry(self, number: int) -> None:
         """Have tokens take part in the changes of this chunk at a layer."""
