@@ -14,6 +14,7 @@ from tests.prefill.test_executor import DONOR, plan
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import Gather, Probed, ReusePlan
+from vllm_segreuse.prefill import carried as module
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT, taking_part
 
@@ -54,9 +55,12 @@ def carried(world: World, one: ReusePlan) -> tuple[np.ndarray[Any, Any], np.ndar
     return expected, found
 
 
+@pytest.mark.parametrize("at_once", [8192, 2])
 def test_tokens_take_part_in_the_changes_of_those_in_front_and_behind(
-    monkeypatch: pytest.MonkeyPatch,
+    at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However many take part at once."""
+    monkeypatch.setattr(module, "CARRIED_TOKENS", at_once)
     expected, found = carried(World(monkeypatch), side_by_side())
     np.testing.assert_allclose(found, expected, atol=1e-5)
     taking_part = np.abs(expected[:, 0]).max((1, 2)) > 0
