@@ -52,7 +52,9 @@ def vllm_config(llama: Any, **options: Any) -> Any:
         cache_config=CacheConfig(block_size=16),
         parallel_config=ParallelConfig(),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=100, disable_hybrid_kv_cache_manager=True
+        ),
         speculative_config=None,
         lora_config=None,
         kv_transfer_config=kv_transfer_config(**options),

@@ -15,7 +15,8 @@ LAYERS = 10
 def core(batched: int = 2048, **options: Any) -> Any:
     scheduler = Of(max_num_batched_tokens=batched)
     vllm_config = Of(scheduler_config=scheduler)
-    return Of(vllm_config=vllm_config, config=SegReuseConfig(**options), manager=None)
+    config = SegReuseConfig(**options)
+    return Of(vllm_config=vllm_config, config=config, manager=None, group=Of(others=()))
 
 
 def plan(work: int = 0, active: int = 0, lora: int = 0, positions: Any = None) -> Any:
@@ -57,6 +58,9 @@ def others(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 )
 def test_a_large_plan_is_spread_while_others_run(given: Any, large: bool, others: bool) -> None:
     assert is_spread(core(), plan(**given)) == (large and others)
+    several = core()
+    several.group.others = ("of windows",)
+    assert not is_spread(several, plan(**given)), "vLLM frees blocks that the rest would write to"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def vllm_config_of(rank: int = 0, traces: str | None = None) -> Any:
     )
 
 
+NO_LAYERS: Any = SimpleNamespace(known=[])
 PLANS: Any = [SimpleNamespace(request_id="a", spread=False, trace_headers=None)]
 
 
@@ -281,7 +282,7 @@ def test_the_model_is_proven(
     drafter = object()
     monkeypatch.setattr(module, "loaded_model", lambda: model)
     monkeypatch.setattr(module, "loaded_drafter", lambda: drafter)
-    prefill = SimpleNamespace(states=None, layers=LAYERS)
+    prefill = SimpleNamespace(states=None, layers=LAYERS, runner=NO_LAYERS)
     runtime = SimpleNamespace(
         prefill=prefill,
         max_deviation=0.0,
@@ -301,7 +302,9 @@ def test_a_stage_of_a_pipeline_divides_work_as_the_whole_model_does(
     spread_tokens: int | None, share: int, llama: Any, monkeypatch: Patch
 ) -> None:
     stage = Stage(1, 2, 2, 3, 3)
-    prefill = SimpleNamespace(states=None, layers=LAYERS, runner=SimpleNamespace(stage=stage))
+    prefill = SimpleNamespace(
+        states=None, layers=LAYERS, runner=SimpleNamespace(stage=stage, known=[])
+    )
     runtime = SimpleNamespace(prefill=prefill, merge_size=None)
     link: Any = object()
     monkeypatch.setattr(in_worker, "proven", lambda *_: runtime)
@@ -315,7 +318,7 @@ def test_boundary_states_are_logged_and_counted(
     llama: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = SimpleNamespace(cuts=(1, 2), num_bytes=3 << 29)
-    prefill = SimpleNamespace(states=states, layers=LAYERS)
+    prefill = SimpleNamespace(states=states, layers=LAYERS, runner=NO_LAYERS)
     runtime = SimpleNamespace(
         prefill=prefill,
         max_deviation=0.0,
@@ -354,7 +357,7 @@ class GraphProof:
 def awaiting_graphs(proof: GraphProof, llama: Any, patch: Patch) -> Callable[[], None]:
     """What a worker's half wants called once vLLM has captured its graphs."""
     awaited: list[Callable[[], None]] = []
-    prefill = SimpleNamespace(states=None, layers=LAYERS)
+    prefill = SimpleNamespace(states=None, layers=LAYERS, runner=NO_LAYERS)
     runtime = SimpleNamespace(
         prefill=prefill,
         max_deviation=0.0,

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import numpy as np
 import torch
 
 from bench.reuse.decoder import Carry, Side
 from bench.reuse.scene import Answered, Scene
 from vllm_segreuse.policies.focus import LEVELLING
-from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT, Share, taking_part
+from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT, Share, nearest_computed
 from vllm_segreuse.prefill.selection import BEGINNING
 
 Lead = Callable[[Scene, int], Answered]
@@ -183,19 +182,19 @@ def _default(scene: Scene, number: int) -> Answered:
 
 
 def _carry(scene: Scene, chosen: torch.Tensor, shares: Sequence[Share | None]) -> Carry:
-    documents = np.full(len(scene.asked.tokens), -1)
+    documents = torch.full((len(scene.asked.tokens),), -1)
     for i, (first, stop) in enumerate(scene.asked.documents):
         documents[first:stop] = i
     sides = []
-    both = taking_part(documents, chosen.numpy())
-    for takers, values, keys in zip(both, shares[::2], shares[1::2], strict=True):
+    tokens = scene.is_document.nonzero()[:, 0]
+    both = nearest_computed(documents, tokens, chosen) if len(chosen) else ()
+    for nearest, values, keys in zip(both, shares[::2], shares[1::2], strict=False):
         if values is None:
             continue
-        of_parts = (
-            None if share is None else torch.from_numpy(share.at(takers.distances))
-            for share in (values, keys)
-        )
-        sides.append(Side(*map(torch.from_numpy, takers), *of_parts))
+        takes = nearest.rows >= 0
+        rows, distances = nearest.rows[takes], nearest.distances[takes]
+        of_keys = None if keys is None else keys.at(distances)
+        sides.append(Side(tokens[takes], rows, distances, values.at(distances), of_keys))
     return Carry(chosen, sides)
 
 

@@ -29,6 +29,12 @@ def original(self: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def refusing_nothing(monkeypatch: pytest.MonkeyPatch, but: list[Any]) -> None:
+    """Features refuse nothing, since that looks at a model, but for these modules."""
+    found = launch.having
+    monkeypatch.setattr(launch, "having", lambda file: but if file == "refusals" else found(file))
+
+
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin has wrapped functions that do nothing else."""
@@ -38,7 +44,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineArgs, "create_engine_config", original)
     monkeypatch.setattr(EngineArgs, "add_cli_args", own_parser)
     monkeypatch.setattr(EngineArgs, "from_cli_args", own_arguments)
-    monkeypatch.setattr(launch, "having", lambda file: [])  # refusals, which look at a model
+    refusing_nothing(monkeypatch, [])
     plugin.register()
 
 
@@ -111,9 +117,7 @@ def test_features_refuse_before_the_engine_exists(monkeypatch: pytest.MonkeyPatc
     refusing = SimpleNamespace(KNOWN_EARLY=True, check=lambda *given: asked.extend(given))
     later = SimpleNamespace(check=lambda *given: pytest.fail("needs a tokenizer, or more"))
     monkeypatch.setattr(supported, "check_config", lambda *given: None)
-    monkeypatch.setattr(
-        launch, "having", lambda file: [later, refusing] if file == "refusals" else []
-    )
+    refusing_nothing(monkeypatch, [later, refusing])
     made = create(vllm_segreuse.kv_transfer_config(policy="shift"))
     found, options = asked
     assert found is made

@@ -20,7 +20,7 @@ from vllm_segreuse.config import SegReuseConfig
 
 KEYS = [
     *("works", "architectures", "reasons", "notes", "versions", "machine", "model", "policy"),
-    *("backend", "kernels", "memory", "documents"),
+    *("backend", "kernels", "memory", "documents", "windows"),
 ]
 
 

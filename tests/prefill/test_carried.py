@@ -16,7 +16,7 @@ from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import Gather, Probed, ReusePlan
 from vllm_segreuse.prefill import carried as module
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT, taking_part
+from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT, nearest_computed
 
 CARRIED: dict[str, Any] = {
     "program": Probed(Gather.SUM_AND_LAST, first_layer=2, carries=True),
@@ -155,13 +155,30 @@ def test_changes_of_keys_turn_by_the_distance_and_the_other_way_in_front(
     assert min(turned) < 0 < max(turned)
 
 
-def test_tokens_take_part_on_both_sides_within_their_segment() -> None:
-    runs = np.array([-1, 3, 3, 3, 3, -1, 7, 7, 7, 9])
-    front, behind = taking_part(runs, np.array([0, 2, 4, 5, 8]))
-    assert front.tokens.tolist() == [3]
-    assert (front.rows.tolist(), front.distances.tolist()) == ([1], [1])
-    assert behind.tokens.tolist() == [1, 3, 6, 7]
-    assert behind.rows.tolist() == [1, 2, 4, 4]
-    assert behind.distances.tolist() == [-1, -1, -2, -1]
-    for side in taking_part(runs, np.array([0, 5])):
-        assert not len(side.tokens)
+def test_the_nearest_tokens_are_of_the_same_segment() -> None:
+    runs = torch.tensor([-1, 3, 3, 3, 3, -1, 7, 7, 7, 9])
+    tokens = torch.tensor([1, 2, 3, 4, 6, 7, 8, 9])
+    front, behind = nearest_computed(runs, tokens, torch.tensor([0, 2, 4, 5, 8]))
+    assert front.rows.tolist() == [-1, -1, 1, -1, -1, -1, -1, -1]
+    assert front.distances.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert behind.rows.tolist() == [1, -1, 2, -1, 4, 4, -1, -1]
+    assert behind.distances.tolist() == [-1, 0, -1, 0, -2, -1, 0, 0]
+    for side in nearest_computed(runs, tokens, torch.tensor([0, 5])):
+        assert side.rows.tolist() == [-1] * 8
+
+
+def test_where_the_host_does_not_know_who_takes_part_it_comes_to_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU; also in chunks, of which each asks all."""
+
+    def left(**more: int) -> list[torch.Tensor]:
+        world = World(monkeypatch, **more)
+        world.prefill.run([side_by_side(top_k=5)])
+        return world.caches
+
+    expected = left()
+    monkeypatch.setattr(module, "host_reads", lambda device: False)
+    for found in (left(), left(max_chunk_tokens=3)):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from vllm_segreuse.kernels.page_tokens import pick_tokens, write_tokens
-from vllm_segreuse.kernels.pages import Part
+from vllm_segreuse.kernels.pages import Part, indexable
 from vllm_segreuse.kernels.reference import rotate
 from vllm_segreuse.model import token_kv
 from vllm_segreuse.prefill.attention import Watching
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.compared import CARRIED_TOKENS
 from vllm_segreuse.prefill.layer_runner import LayerRunner
-from vllm_segreuse.prefill.tokens import Index, upload
+from vllm_segreuse.prefill.tokens import Index, host_reads, upload
 
 
 class Share(NamedTuple):
@@ -44,10 +44,9 @@ class Share(NamedTuple):
     near: float
     reach: float
 
-    def at(self, distances: np.ndarray) -> np.ndarray:
+    def at(self, distances: torch.Tensor) -> torch.Tensor:
         """Of tokens so far away, float32."""
-        fading = np.exp(-np.abs(distances) / self.reach)
-        return (self.common + self.near * fading).astype(np.float32)
+        return self.common + self.near * torch.exp(-distances.abs() / self.reach)
 
 
 class KvShares(NamedTuple):
@@ -71,41 +70,39 @@ def carries(layers: LayerRunner, batch: Batch) -> bool:
     return not latent and batch.tokens.mrope_positions is None
 
 
-class Takers(NamedTuple):
-    """Tokens that take part in the change of one recomputed token each, ascending.
+class Nearest(NamedTuple):
+    """Of some tokens, the nearest recomputed one of their segment on one side.
 
     Attributes:
-        tokens: which of all, int64 `[takers]`.
-        rows: which of the recomputed ones, int64 `[takers]`.
-        distances: from it, below 0 in front of it, int64 `[takers]`.
+        rows: which of the recomputed ones, int64 `[tokens]`; -1: there is none, or the token is
+            recomputed itself.
+        distances: from it, below 0 in front of it, int64 `[tokens]`; 0 where there is none.
     """
 
-    tokens: np.ndarray
-    rows: np.ndarray
-    distances: np.ndarray
+    rows: torch.Tensor
+    distances: torch.Tensor
 
 
-def taking_part(runs: np.ndarray, computed: np.ndarray) -> tuple[Takers, Takers]:
-    """Who takes part in the change of the nearest recomputed token of the segment in front, and who
-    in that of the nearest behind.
+def nearest_computed(
+    runs: torch.Tensor, tokens: torch.Tensor, computed: torch.Tensor
+) -> tuple[Nearest, Nearest]:
+    """In front of tokens, and behind.
 
     Args:
-        runs: of each token, the number of its segment; -1: of none, int64 `[tokens]`.
-        computed: the tokens that are recomputed, ascending, int64 `[computed]`.
+        runs: of each token of all, the number of its segment; -1: of none, int64.
+        tokens: that may take part, ascending, int64 `[tokens]`.
+        computed: the tokens that are recomputed, ascending, int64 `[computed]`, at least one.
     """
-    others = np.setdiff1d(np.flatnonzero(runs >= 0), computed, assume_unique=True)
-    behind = np.searchsorted(computed, others)
-    padded = np.append(computed, -1)  # of no segment, in front of the first and behind the last
-    return _of_one_run(runs, others, behind - 1, padded), _of_one_run(runs, others, behind, padded)
-
-
-def _of_one_run(
-    runs: np.ndarray, tokens: np.ndarray, rows: np.ndarray, computed: np.ndarray
-) -> Takers:
-    nearest = computed[rows]
-    there = (nearest >= 0) & (runs[nearest] == runs[tokens])
-    tokens, rows, nearest = tokens[there], rows[there], nearest[there]
-    return Takers(tokens, rows, tokens - nearest)
+    behind = torch.searchsorted(computed, tokens, right=True)
+    is_computed = computed[(behind - 1).clamp_min(0)] == tokens
+    found = []
+    for rows in (behind - 1, behind):
+        there = computed[rows.clamp(0, len(computed) - 1)]
+        is_there = (rows >= 0) & (rows < len(computed)) & (runs[tokens] == runs[there])
+        is_there &= ~is_computed
+        distances = torch.where(is_there, tokens - there, 0)
+        found.append(Nearest(torch.where(is_there, rows, -1), distances))
+    return found[0], found[1]
 
 
 class CarriedChanges(Watching):
@@ -118,22 +115,25 @@ class CarriedChanges(Watching):
     Args:
         layers: of the model.
         batch: the plans; tokens that may be chosen, and are not computed, take part.
-        computed: what is about to be recomputed, ascending. The host waits for it.
+        computed: what is about to be recomputed, ascending.
     """
 
     def __init__(self, layers: LayerRunner, batch: Batch, computed: Index) -> None:
         self._layers = layers.known[:-1]
         super().__init__([layer.attention for layer in self._layers])
         runs = batch.runs_of_candidates
-        everything, tables = batch.everything.device, {layer.table for layer in self._layers}
-        self._slots = {it: batch.slots(everything, it) for it in tables}
-        self._computed = {it: slots[computed.device] for it, slots in self._slots.items()}
-        both = taking_part(runs, computed.device.cpu().numpy())
+        device = computed.device.device
+        where = upload(np.flatnonzero(runs >= 0), device)
+        both = nearest_computed(upload(runs, device), where, computed.device)
         self._sides = list(zip(both, (FROM_THE_FRONT, FROM_BEHIND), strict=True))
+        everything, tables = batch.everything.device, {layer.table for layer in self._layers}
+        slots = {it: batch.slots(everything, it) for it in tables}
+        self._computed = {table: its[computed.device] for table, its in slots.items()}
+        self._slots = {table: its[where] for table, its in slots.items()}
         self._longest = int(np.bincount(runs[runs >= 0], minlength=1).max())
         self._turning_alike = layers.turning_alike
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._device = computed.device.device
+        self._device = device
         self._first = self._held = self._read(0, slice(None))
         self._chunk, self._taking = slice(0, 0), list[_Taking]()
 
@@ -154,19 +154,22 @@ class CarriedChanges(Watching):
             self._held = self._read(number + 1, rows)
         yield
 
-    def _taking_in(self, rows: slice, takers: Takers, shares: KvShares) -> Iterator[_Taking]:
+    def _taking_in(self, chunk: slice, nearest: Nearest, shares: KvShares) -> Iterator[_Taking]:
         """Who takes part in the changes of these recomputed tokens, as many at once as there is
-        memory for."""
-        first, stop = np.searchsorted(takers.rows, [rows.start, rows.stop]).tolist()
-        for begin in range(first, stop, CARRIED_TOKENS):
-            whose = slice(begin, min(stop, begin + CARRIED_TOKENS))
-            device, distances = self._device, takers.distances[whose]
-            tokens = upload(takers.tokens[whose], device)
+        memory for. A GPU's host would have to wait to know who that is: there all tokens do, most
+        of them in no change."""
+        takes = (nearest.rows >= chunk.start) & (nearest.rows < chunk.stop)
+        tokens = torch.arange(len(takes), device=self._device)
+        if host_reads(self._device):
+            tokens = tokens[takes]
+        for part in tokens.split(CARRIED_TOKENS):
+            distances = nearest.distances[part]
             yield _Taking(
-                {table: slots[tokens] for table, slots in self._slots.items()},
-                upload(takers.rows[whose] - rows.start, device),
-                upload(distances + self._longest - 1, device),
-                [upload(share.at(distances), device)[:, None, None] for share in shares],
+                {table: slots[part] for table, slots in self._slots.items()},
+                (nearest.rows[part] - chunk.start).clamp(0, chunk.stop - chunk.start - 1),
+                distances + self._longest - 1,
+                [share.at(distances)[:, None, None] for share in shares],
+                takes[part, None, None],
             )
 
     def _carry(self, number: int) -> None:
@@ -182,7 +185,7 @@ class CarriedChanges(Watching):
                     cos, sin = self._turns(number)
                     turns = cos[taking.distances], sin[taking.distances]
                     taken = rotate(taken, part.rotation, *turns)
-                _add(layer.pages, part, taking.slots[layer.table], taken)
+                _add(layer.pages, part, taking.slots[layer.table], taken, taking.takes)
 
     def _read(self, number: int, chunk: slice) -> list[torch.Tensor]:
         """Keys and values of a chunk's recomputed tokens at a layer."""
@@ -210,18 +213,24 @@ class _Taking(NamedTuple):
         rows: of the chunk's tokens, int64 `[takers]`.
         distances: rows of the tables of turns, int64 `[takers]`.
         shares: of keys and of values, float32 `[takers, 1, 1]` each.
+        takes: bool `[takers, 1, 1]`: whether any part at all.
     """
 
     slots: dict[int, torch.Tensor]
     rows: torch.Tensor
     distances: torch.Tensor
     shares: list[torch.Tensor]
+    takes: torch.Tensor
 
 
-def _add(pages: torch.Tensor, part: Part, slots: torch.Tensor, more: torch.Tensor) -> None:
-    """Add to tokens, in float32, rounded once; fp8 saturates."""
-    sums = pick_tokens(pages, part.strides, slots).float() + more
+def _add(
+    pages: torch.Tensor, part: Part, slots: torch.Tensor, more: torch.Tensor, takes: torch.Tensor
+) -> None:
+    """Add to tokens that take part, in float32, rounded once; fp8 saturates."""
+    held = pick_tokens(pages, part.strides, slots)
+    sums = held.float() + more
     if pages.dtype.itemsize == 1:
         largest = torch.finfo(pages.dtype).max
         sums = sums.clamp(-largest, largest)
-    write_tokens(pages, part.strides, slots, sums.to(pages.dtype))
+    kept = torch.where(takes, indexable(sums.to(pages.dtype)), indexable(held))
+    write_tokens(pages, part.strides, slots, kept.view(pages.dtype))

@@ -191,8 +191,7 @@ def windows_note(layers: Sequence[LayerKv], kv_cache_config: KVCacheConfig) -> s
     """What keeping all blocks of layers with a window takes; None: there are none, or these have
     blocks of their own."""
     windows = [layer.kind.window for layer in layers if layer.kind.window]
-    group = segment_group(kv_cache_config)
-    if not windows or group.others:
+    if not windows or (group := segment_group(kv_cache_config)).others:
         return None
     names = [layer.attention.layer_name for layer in layers if layer.kind.window]
     size = sum(group.specs[name].page_size_bytes for name in names) // group.block_size
