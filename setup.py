@@ -30,7 +30,7 @@ CPU_LEVELS = {
         *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     ],
 }
-EXACT = ("align", "codecs")
+EXACT = ("align", "carry", "codecs")
 # The newest architecture also as PTX, for what comes after it. The tests compile with these, too.
 NVCC_FLAGS = (
     *("-std=c++17", "-O3", "-shared", "-cudart=static"),

@@ -69,17 +69,6 @@ def test_a_chunk_whose_keys_are_compared_may_take_more_than_its_queries() -> Non
     assert pass_bytes(config()) - pass_bytes(of_few_heads) == less
 
 
-@pytest.mark.parametrize(("longest", "taking_part"), [(5000, 5000), (100_000, 8192)])
-def test_tokens_that_take_part_in_changes_may_take_more_than_a_chunk(
-    longest: int, taking_part: int
-) -> None:
-    """A chunk of few tokens may change many others."""
-    states = (longest + 100) * (2 * 64 * 2 + 256)
-    before_and_after = 100 * 2 * 128 * (4 * 2 + 4)
-    expected = states + before_and_after + taking_part * 2 * 128 * 24 + FIXED
-    assert pass_bytes(config(chunk=100, max_model_len=longest)) == expected
-
-
 def test_heads_of_layers_without_a_window_may_be_wider() -> None:
     """Gemma 4: `head_dim` is of the layers with one."""
     wider = config(windows={"global_head_dim": 512})

@@ -80,16 +80,14 @@ class Paid:
 
 @dataclass(frozen=True)
 class Side:
-    """Tokens that are not computed, each with the nearest computed one on one side.
+    """The nearest computed token on one side of each token that is not computed.
 
     Attributes:
-        tokens: positions, int64 `[takers]`.
-        rows: which of the computed ones, int64 `[takers]`.
-        distances: from it, int64 `[takers]`, below 0 in front of it.
-        values, keys: shares `[takers]` of the change of either; None: of keys none.
+        rows: which of the computed ones, int64 `[others]`; -1: there is none.
+        distances: from it, int64 `[others]`, below 0 in front of it.
+        values, keys: shares `[others]` of the change of either; None: of keys none.
     """
 
-    tokens: torch.Tensor
     rows: torch.Tensor
     distances: torch.Tensor
     values: torch.Tensor
@@ -101,11 +99,12 @@ class Carry:
 
     Args:
         computed: int64 `[computed]`, ascending: whose KV is compared with what stood there.
-        sides: who takes part in whose changes.
+        others: int64 `[others]`.
+        sides: whose changes they take part in.
     """
 
-    def __init__(self, computed: torch.Tensor, sides: Sequence[Side]) -> None:
-        self._computed, self._sides = computed, sides
+    def __init__(self, computed: torch.Tensor, others: torch.Tensor, sides: Sequence[Side]) -> None:
+        self._computed, self._others, self._sides = computed, others, sides
 
     def write(
         self,
@@ -123,28 +122,31 @@ class Carry:
             layer: whose.
             key, value: `[heads, tokens, channels]`, about to be written.
             positions: where.
-            turned: gives changes of keys `[heads, takers, channels]`, so many positions further
-                `[1, takers]`.
+            turned: gives changes of keys `[heads, others, channels]`, so many positions further
+                `[1, others]`.
         """
         change_of_keys = self._changes(kv.keys[layer], key, positions)
         change_of_values = self._changes(kv.values[layer], value, positions)
         for side in self._sides:
+            there = side.rows >= 0
+            rows, distances = side.rows[there], side.distances[there][None]
             if side.keys is not None:
-                turning = turned(change_of_keys[:, side.rows], side.distances[None])
-                _add(kv.keys[layer], side.tokens, side.keys, turning)
-            _add(kv.values[layer], side.tokens, side.values, change_of_values[:, side.rows])
+                turning = turned(change_of_keys[:, rows], distances)
+                self._add(kv.keys[layer], there, side.keys, turning)
+            self._add(kv.values[layer], there, side.values, change_of_values[:, rows])
+
+    def _add(
+        self, held: torch.Tensor, there: torch.Tensor, shares: torch.Tensor, change: torch.Tensor
+    ) -> None:
+        others = self._others[there]
+        carried = held[:, others].float() + shares[there, None] * change
+        held[:, others] = carried.to(held.dtype)
 
     def _changes(
         self, held: torch.Tensor, new: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         rows = torch.searchsorted(positions, self._computed)
         return new[:, rows].float() - held[:, self._computed].float()
-
-
-def _add(
-    held: torch.Tensor, tokens: torch.Tensor, shares: torch.Tensor, change: torch.Tensor
-) -> None:
-    held[:, tokens] = (held[:, tokens].float() + shares[:, None] * change).to(held.dtype)
 
 
 class _Reading:

@@ -16,8 +16,9 @@ import torch
 
 from bench.reuse.decoder import Carry, Side
 from bench.reuse.scene import Answered, Scene
+from vllm_segreuse.kernels.pages import Share
 from vllm_segreuse.policies.focus import LEVELLING
-from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT, Share, nearest_computed
+from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT
 from vllm_segreuse.prefill.selection import BEGINNING
 
 Lead = Callable[[Scene, int], Answered]
@@ -182,20 +183,25 @@ def _default(scene: Scene, number: int) -> Answered:
 
 
 def _carry(scene: Scene, chosen: torch.Tensor, shares: Sequence[Share | None]) -> Carry:
-    documents = torch.full((len(scene.asked.tokens),), -1)
-    for i, (first, stop) in enumerate(scene.asked.documents):
-        documents[first:stop] = i
+    document = torch.zeros(len(scene.asked.tokens), dtype=torch.int64)
+    for i, (first, stop) in enumerate(scene.asked.documents, 1):
+        document[first:stop] = i
+    others = scene.is_document.clone()
+    others[chosen] = False
+    positions = others.nonzero()[:, 0]
+    behind = torch.searchsorted(chosen, positions)
     sides = []
-    tokens = scene.is_document.nonzero()[:, 0]
-    both = nearest_computed(documents, tokens, chosen) if len(chosen) else ()
-    for nearest, values, keys in zip(both, shares[::2], shares[1::2], strict=False):
-        if values is None:
+    for rows, values, keys in zip((behind - 1, behind), shares[::2], shares[1::2], strict=True):
+        if not len(chosen) or values is None:
             continue
-        takes = nearest.rows >= 0
-        rows, distances = nearest.rows[takes], nearest.distances[takes]
-        of_keys = None if keys is None else keys.at(distances)
-        sides.append(Side(tokens[takes], rows, distances, values.at(distances), of_keys))
-    return Carry(chosen, sides)
+        nearest = chosen[rows.clamp(0, len(chosen) - 1)]
+        within = (rows >= 0) & (rows < len(chosen))
+        within &= document[nearest] == document[positions]
+        distances = positions - nearest
+        of_keys = None if keys is None else keys.at(distances.abs())
+        rows = torch.where(within, rows, -1)
+        sides.append(Side(rows, distances, values.at(distances.abs()), of_keys))
+    return Carry(chosen, positions, sides)
 
 
 def scaled(factor: float) -> Lead:

@@ -125,6 +125,28 @@ struct ScoreArgs {
   int32_t highest;    // nonzero: the highest weight of a key, not the sum
 };
 
+// Shares of what has changed of tokens of one layer, to tokens that follow them.
+struct CarryArgs {
+  void* pages;
+  int64_t page_stride;  // in elements
+  const Part* parts;
+  int64_t num_parts;
+  const void* const* before;  // of each part, what the changed tokens were: [rows, heads, channels]
+  const int64_t* changed;     // their slots
+  int64_t num_rows;
+  const int64_t* slots;  // of each token
+  const int64_t* rows;   // of the changed token; -1: it takes part in no change
+  const int64_t* distances;     // from the changed token
+  const float* shares;          // [parts, tokens]
+  int64_t tokens, block_size;
+  const float* cos;  // [distances, pairs]
+  const float* sin;
+  const float* cos_by_pair;  // [pairs, distances]
+  const float* sin_by_pair;
+  int64_t num_distances;
+  DType dtype;
+};
+
 }  // namespace segreuse::cpu
 
 #define SEGREUSE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -136,3 +158,4 @@ SEGREUSE_EXPORT void segreuse_attention(const segreuse::cpu::AttentionArgs* args
 SEGREUSE_EXPORT void segreuse_scores(const segreuse::cpu::ScoreArgs* args);
 SEGREUSE_EXPORT void segreuse_store(const segreuse::cpu::StoreArgs* args);
 SEGREUSE_EXPORT void segreuse_encode(const segreuse::cpu::EncodeArgs* args);
+SEGREUSE_EXPORT void segreuse_carry(const segreuse::cpu::CarryArgs* args);

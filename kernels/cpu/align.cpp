@@ -477,6 +477,7 @@ void segreuse_sizes(int64_t* sizes) {
   sizes[2] = sizeof(segreuse::cpu::ScoreArgs);
   sizes[3] = sizeof(segreuse::cpu::StoreArgs);
   sizes[4] = sizeof(segreuse::cpu::EncodeArgs);
+  sizes[5] = sizeof(segreuse::cpu::CarryArgs);
 }
 
 void segreuse_align(const segreuse::cpu::AlignArgs* args) {

@@ -194,6 +194,7 @@ def test_a_gpu_without_triton_runs_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dispatch.importlib, "import_module", fail)
     chosen = dispatch.choose(GPU, torch.bfloat16, layout(128))
     assert (chosen.align, chosen.sparse_attention) == (reference.align, None)
+    assert chosen.carry is None
     assert "no Triton" in chosen.description
 
 
@@ -232,3 +233,19 @@ def test_elsewhere_torch_encodes_and_decodes(monkeypatch: pytest.MonkeyPatch) ->
     for device in (CPU, GPU):
         chosen = dispatch.choose(device, torch.bfloat16, layout(64))
         assert (chosen.encode, chosen.decode) == (reference_codecs.encode, reference.align)
+
+
+def test_changes_are_carried_by_a_kernel_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs the reference is one, too; on GPUs it would take too long, and nothing is carried."""
+    triton_carry = pytest.importorskip("vllm_segreuse.kernels.triton_carry", exc_type=ImportError)
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: "avx2")
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    for size, dtype in ((64, torch.bfloat16), (24, torch.bfloat16), (64, torch.float8_e5m2)):
+        assert dispatch.choose(CPU, dtype, layout(size)).carry is cpu.carry
+        assert dispatch.choose(GPU, dtype, layout(size)).carry is triton_carry.carry
+    assert dispatch.choose(GPU, torch.float64, layout(64)).carry is None
+    uneven = replace(layout(64), values=replace(layout(64).values, shape=(2, 32, 64)))
+    assert dispatch.choose(GPU, torch.bfloat16, uneven).carry is None
+    monkeypatch.setattr(cpu, "unavailable", lambda: "it was not built")
+    assert dispatch.choose(CPU, torch.bfloat16, layout(64)).carry is reference.carry

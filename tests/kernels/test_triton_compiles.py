@@ -2,6 +2,7 @@
 """The Triton kernels compile for Ampere and Hopper without a GPU: the interpreter forgives what
 the compiler does not. What they compile to fits the GPU and uses its wide paths."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from tests.kernels.align_cases import (
+    DTYPES,
+    Shape,
     hnd,
     make_cache,
     make_moves,
@@ -16,6 +19,7 @@ from tests.kernels.align_cases import (
     nhd,
     parts_of,
 )
+from tests.kernels.carry_cases import ROWS, before_of, carried_of
 from tests.kernels.triton_running import INTERPRETING
 from vllm_segreuse.kernels.pages import Rotation
 
@@ -30,6 +34,7 @@ from vllm_segreuse.kernels import (  # noqa: E402
     flash_attention,
     triton_align,
     triton_attention,
+    triton_carry,
     triton_schedule,
     triton_scores,
 )
@@ -50,6 +55,7 @@ class Kernels:
         self._by_name: dict[str, Any] = {}
         for module, name in (
             (triton_align, "_move"),
+            (triton_carry, "_carry"),
             (triton_attention, "_attend"),
             (triton_attention, "_join"),
             (triton_scores, "_row_sums"),
@@ -113,6 +119,45 @@ def test_align_of_latents(kernels: Kernels) -> None:
     rotated = parts_of(shape, Rotation(64, False))
     triton_align.align(pages.layers, rotated, make_moves(4, 16, 20, 32, False))
     assert widths(kernels.launches("_move")[0].asm["ptx"], "st") == {"v4.b32"}
+
+
+def compile_carry(shape: Shape, rotation: Rotation, dtype: torch.dtype, start: int = 16) -> None:
+    pages = make_cache(shape.page_elements, 24, dtype, start=start).layers[0]
+    parts = parts_of(shape, rotation)
+    carried = carried_of([(0, 30, 1)], rotation.dim // 2)
+    triton_carry.carry(pages, parts, before_of(parts, dtype), carried)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+def test_carry_writes_16_bytes_at_a_time(kernels: Kernels, dtype: torch.dtype, neox: bool) -> None:
+    compile_carry(nhd(8, 16, 128), Rotation(128, neox), dtype)
+    [compiled] = kernels.launches("_carry")
+    assert widths(compiled.asm["ptx"], "st") == {"v4.b32"}
+    assert "fma" not in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 4 * KIB
+
+
+@BOTH
+def test_carry_in_pages_that_are_not_aligned_is_not_wide(kernels: Kernels) -> None:
+    compile_carry(nhd(8, 16, 128), Rotation(64, True), torch.bfloat16, start=3)
+    [compiled] = kernels.launches("_carry")
+    assert widths(compiled.asm["ptx"], "st") == {"b16"}
+
+
+@BOTH
+def test_one_compilation_of_carry_serves_every_pass_and_chunk(kernels: Kernels) -> None:
+    shape = nhd(8, 16, 128)
+    parts = parts_of(shape, Rotation(128, True))
+    pages = make_cache(shape.page_elements, 24, torch.bfloat16).layers[0]
+    before = before_of(parts, torch.bfloat16)
+    for tokens in (1, 16, 37):
+        carried = carried_of([(0, tokens, -1)], 64)
+        for first in (0, 1, 2):
+            chunk = dataclasses.replace(carried, changed=carried.changed[first:ROWS])
+            triton_carry.carry(pages, parts, [part[first:] for part in before], chunk)
+    assert kernels.variants("_carry") == 1
 
 
 @pytest.mark.slow

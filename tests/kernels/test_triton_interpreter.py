@@ -18,7 +18,7 @@ from tests.kernels.triton_running import INTERPRETING
 HERE = Path(__file__).parent
 
 
-KERNELS = ("align", "attention", "scores")
+KERNELS = ("align", "attention", "scores", "carry")
 QUICK = "the_smallest or refused or nothing"
 
 without_gpu = pytest.mark.skipif(

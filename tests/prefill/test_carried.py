@@ -14,9 +14,8 @@ from tests.prefill.test_executor import DONOR, plan
 from tests.prefill.tiny import LAYERS, SIZE, World, make_plan
 from vllm_segreuse.model.rope import DeltaRope
 from vllm_segreuse.plan import Gather, Probed, ReusePlan
-from vllm_segreuse.prefill import carried as module
 from vllm_segreuse.prefill.batch import Batch
-from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT, nearest_computed
+from vllm_segreuse.prefill.carried import FROM_BEHIND, FROM_THE_FRONT
 
 CARRIED: dict[str, Any] = {
     "program": Probed(Gather.SUM_AND_LAST, first_layer=2, carries=True),
@@ -55,12 +54,9 @@ def carried(world: World, one: ReusePlan) -> tuple[np.ndarray[Any, Any], np.ndar
     return expected, found
 
 
-@pytest.mark.parametrize("at_once", [8192, 2])
 def test_tokens_take_part_in_the_changes_of_those_in_front_and_behind(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many take part at once."""
-    monkeypatch.setattr(module, "CARRIED_TOKENS", at_once)
     expected, found = carried(World(monkeypatch), side_by_side())
     np.testing.assert_allclose(found, expected, atol=1e-5)
     taking_part = np.abs(expected[:, 0]).max((1, 2)) > 0
@@ -117,68 +113,51 @@ def test_the_change_reaches_what_reads_those_values(monkeypatch: pytest.MonkeyPa
     assert np.abs(with_carried[-1] - without[-1]).max() > 1e-3
 
 
-def keys(world: World, one: ReusePlan) -> np.ndarray[Any, Any]:
-    """Of every reused token, `[tokens, layers, heads, channels]`."""
-    at = [(one.block_ids[i // SIZE], i % SIZE) for i in range(one.start, one.stop)]
-    found = [[cache[block, 0, :, i].double().numpy() for cache in world.caches] for block, i in at]
-    return np.array(found)[one.reused]
-
-
-@pytest.mark.parametrize("chunk", [1000, 3])
 def test_changes_of_keys_turn_by_the_distance_and_the_other_way_in_front(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where a pass comes in chunks."""
-    world, one = World(monkeypatch, max_chunk_tokens=chunk), side_by_side(top_k=5)
-    rope = DeltaRope(torch.tensor([0.7], dtype=torch.float64), rotary_dim=2, neox=True)
+    world, one, seen = World(monkeypatch), side_by_side(), []
+    rope = DeltaRope(torch.tensor([0.1], dtype=torch.float64), rotary_dim=2, neox=True)
+
+    def noted(pages: torch.Tensor, parts: Any, before: Any, carried: Any) -> None:
+        seen.append(carried)
+
     for number, layer in enumerate(world.layers.known):
-        world.layers.known[number] = dataclasses.replace(layer, rope=rope)
-    prepared = world.prefill.prepare([one])
-    before, moved = keys(world, one), values(world, one)
-    for _ in world.prefill.compute(prepared):
-        pass
-    changed = keys(world, one) - before
-    chosen = np.flatnonzero(np.abs(values(world, one) - moved)[:, -1].max((1, 2)) > 1e-6).tolist()
+        kernels = dataclasses.replace(layer.kernels, carry=noted)
+        changed = dataclasses.replace(layer, kernels=kernels, rope=rope)
+        world.layers.known[number] = changed
+    world.prefill.run([one])
+    position = {
+        int(one.block_ids[at // SIZE]) * SIZE + at % SIZE: at for at in range(one.start, one.stop)
+    }
     turned = []
-    for token in set(range(len(changed))) - set(chosen):
-        near_by = [i for i in chosen if i // 8 == token // 8]
-        in_front, behind = [i for i in near_by if i < token], [i for i in near_by if i > token]
-        expected = np.zeros_like(changed[token, :-1])
-        for others, of in ((in_front[-1:], FROM_THE_FRONT), (behind[:1], FROM_BEHIND)):
-            for i in others:
-                share = of.keys.common + of.keys.near * np.exp(-abs(i - token) / of.keys.reach)
-                turn, matrix = 0.7 * (token - i), np.eye(changed.shape[-1])
-                matrix[:2, :2] = [[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]
-                expected += share * (changed[i, :-1] @ matrix.T)
-                turned.append(token - i)
-        np.testing.assert_allclose(changed[token, :-1], expected, atol=1e-5)
+    for carried in seen:
+        for token, row in enumerate(carried.rows.tolist()):
+            if row >= 0:
+                there = position[int(carried.changed[row])]
+                distance = position[int(carried.slots[token])] - there
+                found = torch.cat([carried.cos, carried.sin], 1)[carried.distances[token]]
+                expected = torch.tensor([np.cos(0.1 * distance), np.sin(0.1 * distance)])
+                torch.testing.assert_close(found, expected.float())
+                turned.append(distance)
     assert min(turned) < 0 < max(turned)
 
 
-def test_the_nearest_tokens_are_of_the_same_segment() -> None:
-    runs = torch.tensor([-1, 3, 3, 3, 3, -1, 7, 7, 7, 9])
-    tokens = torch.tensor([1, 2, 3, 4, 6, 7, 8, 9])
-    front, behind = nearest_computed(runs, tokens, torch.tensor([0, 2, 4, 5, 8]))
-    assert front.rows.tolist() == [-1, -1, 1, -1, -1, -1, -1, -1]
-    assert front.distances.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
-    assert behind.rows.tolist() == [1, -1, 2, -1, 4, 4, -1, -1]
-    assert behind.distances.tolist() == [-1, 0, -1, 0, -2, -1, 0, 0]
-    for side in nearest_computed(runs, tokens, torch.tensor([0, 5])):
-        assert side.rows.tolist() == [-1] * 8
-
-
-def test_where_the_host_does_not_know_who_takes_part_it_comes_to_the_same(
+def test_nothing_is_carried_where_a_layer_has_no_kernel_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU; also in chunks, of which each asks all."""
+    """Then no layer's changes are, as without `carries`."""
 
-    def left(**more: int) -> list[torch.Tensor]:
-        world = World(monkeypatch, **more)
-        world.prefill.run([side_by_side(top_k=5)])
+    def left(recipe: dict[str, Any], unable: int | None) -> list[torch.Tensor]:
+        world = World(monkeypatch)
+        for number in [] if unable is None else [unable]:
+            layer = world.layers.known[number]
+            kernels = dataclasses.replace(layer.kernels, carry=None)
+            world.layers.known[number] = dataclasses.replace(layer, kernels=kernels)
+        world.prefill.run([plan("one", 10, **recipe)])
         return world.caches
 
-    expected = left()
-    monkeypatch.setattr(module, "host_reads", lambda device: False)
-    for found in (left(), left(max_chunk_tokens=3)):
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
+    kept = left(KEPT, None)
+    for unable in (0, LAYERS - 1):
+        for found, expected in zip(left(CARRIED, unable), kept, strict=True):
+            torch.testing.assert_close(found, expected)

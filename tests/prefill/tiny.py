@@ -267,6 +267,7 @@ class World:
             reference.sparse_attention if scattered else None,
             None,
             "reference",
+            carry=reference.carry,
         )
         rows_only = dataclasses.replace(kernels, sparse_attention=None)
         kv = [

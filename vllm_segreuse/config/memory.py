@@ -15,7 +15,7 @@ from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kernels.scratch import SCRATCH_BYTES
 from vllm_segreuse.model.documents.layout import KEY
 from vllm_segreuse.options.server import STEP_TOKENS
-from vllm_segreuse.prefill.compared import CARRIED_TOKENS, COMPARED_TOKENS
+from vllm_segreuse.prefill.compared import COMPARED_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -26,8 +26,6 @@ _INDEX_BYTES = 256
 """Of each token of a plan: ids, positions, slots and scores, sorted and taken apart."""
 _FLASHINFER_ELEMENT_BYTES = 16  # vLLM's FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
 _POSITION_BYTES = 4
-_CARRIED_BYTES = 6 * _FLOAT32_BYTES
-"""Of each channel: taken, its turns, and the sum."""
 _EAGLE3_LAYERS = 3  # vLLM's get_eagle3_default_aux_hidden_state_layers
 
 
@@ -102,8 +100,7 @@ def _has_windows(vllm_config: VllmConfig) -> bool:
 def _choice_bytes(vllm_config: VllmConfig) -> int:
     """What tokens are chosen by, of a chunk of the largest size: its queries at a layer, which the
     backend may have been given in fp8; or its keys and values there and the reused ones, which are
-    compared one after the other, in float32. Or, in a second reading, its keys and values before
-    and after, and what other tokens take part in of that, turned and added in float32."""
+    compared one after the other, in float32."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     element, channels = model.dtype.itemsize, _channels(model)
     of_query = 2 * element + _FLOAT32_BYTES
@@ -111,11 +108,7 @@ def _choice_bytes(vllm_config: VllmConfig) -> int:
     of_key = 4 * element + 2 * _FLOAT32_BYTES
     compared = model.get_num_kv_heads(parallel) * channels * of_key
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
-    of_change = 4 * element + _FLOAT32_BYTES
-    carried = model.get_num_kv_heads(parallel) * channels * of_change * chunk
-    taking_part = 0 if model.use_mla else min(CARRIED_TOKENS, model.max_model_len)
-    carried += taking_part * model.get_num_kv_heads(parallel) * channels * _CARRIED_BYTES
-    return int(max(chunk * queries, chunk * compared, carried))
+    return int(chunk * max(queries, compared))
 
 
 def _channels(model: ModelConfig) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_segreuse.kernels.codecs import Codec, EncodedPage
-from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
+from vllm_segreuse.kernels.pages import Carried, Moves, Part, TiledStrides
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What pages may hold beside the dtype of queries."""
@@ -368,6 +368,57 @@ def _check_per_query(name: str, tensor: torch.Tensor, query: torch.Tensor) -> No
             f"{name} is {tuple(tensor.shape)}; expected one number for each of "
             f"{query.shape[0]} queries"
         )
+
+
+def check_carried(
+    carried: Carried, parts: Sequence[Part], before: Sequence[torch.Tensor], pages: torch.Tensor
+) -> None:
+    """Slots, rows, distances, shares, tables, and what was before; on a CPU also that they are
+    inside.
+
+    Args:
+        pages: of one layer, which are written.
+
+    Raises:
+        ValueError: wrong dtypes, devices, shapes, strides or values.
+    """
+    device, tokens = pages.device, len(carried)
+    for name in ("slots", "rows", "distances"):
+        tensor = getattr(carried, name)
+        check_tensor(name, tensor, torch.int64, device)
+        if tensor.shape != (tokens,):
+            raise ValueError(
+                f"slots, rows and distances must be [tokens]: {name} is {tuple(tensor.shape)}, of "
+                f"{tokens} tokens"
+            )
+    check_tensor("changed", carried.changed, torch.int64, device)
+    check_tensor("shares", carried.shares, torch.float32, device)
+    if carried.shares.shape != (len(parts), tokens):
+        raise ValueError(
+            f"shares are {tuple(carried.shares.shape)}; expected {(len(parts), tokens)}"
+        )
+    if len(before) != len(parts):
+        raise ValueError(f"{len(parts)} parts were {len(before)} before")
+    rows = len(carried.changed)
+    for part, old in zip(parts, before, strict=True):
+        heads, _, channels = part.strides.shape
+        check_tensor("before", old, pages.dtype, device)
+        if old.shape != (rows, heads, channels):
+            raise ValueError(f"before is {tuple(old.shape)}; expected {(rows, heads, channels)}")
+        if part.rotation is not None:
+            for name in ("cos", "sin"):
+                tensor = getattr(carried, name)
+                check_tensor(name, tensor, torch.float32, device)
+                if tensor.shape != (len(carried.cos), part.rotation.dim // 2):
+                    raise ValueError(
+                        f"cos and sin must be [distances, pairs]: {name} is {tuple(tensor.shape)}, "
+                        f"where {part.rotation.dim} channels turn"
+                    )
+            check_range("distances", carried.distances, len(carried.cos))
+    slots = pages.shape[0] * parts[0].strides.shape[1]
+    check_range("slots", carried.slots, slots)
+    check_range("changed", carried.changed, slots)
+    check_range("rows", carried.rows, rows, start=-1)
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:

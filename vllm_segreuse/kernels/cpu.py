@@ -19,6 +19,7 @@ import torch
 
 from vllm_segreuse.kernels.arguments import (
     check_blocks,
+    check_carried,
     check_encoded,
     check_last,
     check_moves,
@@ -41,12 +42,13 @@ from vllm_segreuse.kernels.cpu_structures import (
     STRUCTURES,
     AlignArgs,
     AttentionArgs,
+    CarryArgs,
     PartArgs,
     ScoreArgs,
     Strides,
     Weights,
 )
-from vllm_segreuse.kernels.pages import Moves, Part, TiledStrides
+from vllm_segreuse.kernels.pages import Carried, Moves, Part, TiledStrides
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARIES = {
@@ -163,6 +165,52 @@ def align(
             place.codes,
             DTYPES[first.dtype],
             CODECS[codec],
+        ),
+    )
+
+
+def carry(
+    pages: torch.Tensor,
+    parts: Sequence[Part],
+    before: Sequence[torch.Tensor],
+    carried: Carried,
+) -> None:
+    """As `reference.carry`, bit for bit.
+
+    Raises:
+        ValueError: the arguments are not as described there, or slots lie outside of the pages.
+    """
+    if not len(carried):
+        return
+    check_on_cpu("pages", pages)
+    check_pages([pages], tuple(DTYPES))
+    check_parts(parts, pages)
+    check_carried(carried, parts, before, pages)
+    c_parts = (PartArgs * len(parts))(*(PartArgs.of(part) for part in parts))
+    of_parts = pointers(before)
+    cos_by_pair, sin_by_pair = carried.by_pair
+    call(
+        "segreuse_carry",
+        CarryArgs(
+            pages.data_ptr(),
+            pages.stride(0),
+            ctypes.addressof(c_parts),
+            len(parts),
+            ctypes.addressof(of_parts),
+            carried.changed.data_ptr(),
+            len(carried.changed),
+            carried.slots.data_ptr(),
+            carried.rows.data_ptr(),
+            carried.distances.data_ptr(),
+            carried.shares.data_ptr(),
+            len(carried),
+            parts[0].strides.shape[1],
+            carried.cos.data_ptr(),
+            carried.sin.data_ptr(),
+            cos_by_pair.data_ptr(),
+            sin_by_pair.data_ptr(),
+            len(carried.cos),
+            DTYPES[pages.dtype],
         ),
     )
 

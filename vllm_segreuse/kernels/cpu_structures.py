@@ -165,11 +165,36 @@ class EncodeArgs(ctypes.Structure):
     ]
 
 
+class CarryArgs(ctypes.Structure):
+    _fields_ = [
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("parts", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("before", ctypes.c_void_p),
+        ("changed", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("distances", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("cos_by_pair", ctypes.c_void_p),
+        ("sin_by_pair", ctypes.c_void_p),
+        ("num_distances", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "align": AlignArgs,
     "attention": AttentionArgs,
     "scores": ScoreArgs,
     "store": StoreArgs,
     "encode": EncodeArgs,
+    "carry": CarryArgs,
 }
 """By function, in the order of `segreuse_sizes`."""

@@ -39,6 +39,7 @@ class Kernels:
             backend's own kernel are at least as fast as `sparse_attention`; None if they never are.
         encode: pages to scales and codes (`reference_codecs.encode`).
         decode: `align` from such pages.
+        carry: changes of recomputed tokens to those behind them; None where none is fast enough.
     """
 
     align: Callable[..., None]
@@ -50,6 +51,7 @@ class Kernels:
     long_run: int | None = LONG_RUN
     encode: Callable[..., torch.Tensor] = reference_codecs.encode
     decode: Callable[..., None] = reference.align
+    carry: Callable[..., None] | None = None
 
 
 def choose(
@@ -73,11 +75,11 @@ def codec_refused(codec: Codec, dtype: torch.dtype) -> str | None:
 def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Kernels:
     missing = cpu.unavailable()
     if missing:
-        return _plain(missing)
+        return replace(_plain(missing), carry=reference.carry)
     name = f"C++ ({cpu.instruction_set()})"
     if layout.latent or not cpu.supports_attention(layout.keys, dtype, queries):
         found = _without_attention(cpu.align, cpu_store.store, name, _shape(layout, dtype, queries))
-        return replace(found, encode=cpu_store.encode, decode=cpu.align)
+        return replace(found, encode=cpu_store.encode, decode=cpu.align, carry=cpu.carry)
     return Kernels(
         cpu.align,
         cpu_store.store,
@@ -88,28 +90,31 @@ def _for_cpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ke
         long_run=None,
         encode=cpu_store.encode,
         decode=cpu.align,
+        carry=cpu.carry,
     )
 
 
 def for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Kernels:
     try:
-        triton_align, attention, schedule, scores = (
+        triton_align, attention, schedule, scores, carrying = (
             importlib.import_module(f"vllm_segreuse.kernels.triton_{name}")
-            for name in ("align", "attention", "schedule", "scores")
+            for name in ("align", "attention", "schedule", "scores", "carry")
         )
     except ImportError as error:
         return _plain(f"no Triton: {error}")
     missing = cuda.unavailable()
     aligner = triton_align if missing else cuda
     name = f"Triton ({missing})" if missing else "CUDA C++"
+    carry = carrying.carry if carrying.supports(layout, dtype) else None
     if not aligner.supports(layout, dtype):
-        return _plain(f"{name} does not move {dtype}")
+        return replace(_plain(f"{name} does not move {dtype}"), carry=carry)
     attending = not layout.latent and all(
         kernel.supports(layout, dtype, queries) for kernel in (attention, scores)
     )
     if not attending:
         shape = _shape(layout, dtype, queries)
-        return _without_attention(aligner.align, reference.store, name, shape)
+        found = _without_attention(aligner.align, reference.store, name, shape)
+        return replace(found, carry=carry)
     flash = flash_attention.supports(layout, dtype, queries)
     return Kernels(
         aligner.align,
@@ -119,6 +124,7 @@ def for_gpu(dtype: torch.dtype, layout: PageLayout, queries: torch.dtype) -> Ker
         schedule.plan_with_flash if flash else schedule.plan,
         f"alignment by {name}, attention and scores by Triton"
         + (", common keys by FlashAttention 3" if flash else ""),
+        carry=carry,
     )
 
 

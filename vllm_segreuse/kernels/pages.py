@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -128,6 +130,56 @@ class Moves:
 
     def __len__(self) -> int:
         return self.sources.numel()
+
+
+class Share(NamedTuple):
+    """Of a token's change, what its neighbours take part in.
+
+    Attributes:
+        common: at any distance.
+        near: what is added right beside it, and fades.
+        reach: in how many tokens, to a third (1 / e).
+    """
+
+    common: float
+    near: float
+    reach: float
+
+    def at(self, distance: torch.Tensor) -> torch.Tensor:
+        """Of tokens so far away, float32."""
+        return self.common + self.near * torch.exp(-distance / self.reach)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Tokens that take part in what has changed of others.
+
+    All tensors on the pages' device, contiguous.
+
+    Attributes:
+        changed: slots of the changed tokens, int64 `[rows]`.
+        slots: of the tokens, int64 `[tokens]`; none twice, and none that is changed.
+        rows: of the changed tokens, int64 `[tokens]`; -1: the token takes part in no change.
+        distances: from the changed token, as numbers of the tables' rows, int64 `[tokens]`.
+        shares: of the change of keys and of values, float32 `[parts, tokens]`.
+        cos, sin: of what a key turns by over a distance, float32 `[distances, pairs]`.
+    """
+
+    changed: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor
+    distances: torch.Tensor
+    shares: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.slots.numel()
+
+    @functools.cached_property
+    def by_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, transposed: `[pairs, distances]`."""
+        return self.cos.T.contiguous(), self.sin.T.contiguous()
 
 
 def indexable(tensor: torch.Tensor) -> torch.Tensor:

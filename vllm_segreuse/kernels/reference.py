@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from vllm_segreuse.kernels.codecs import Codec
-from vllm_segreuse.kernels.page_tokens import read_tokens, write_tokens
+from vllm_segreuse.kernels.page_tokens import pick_tokens, read_tokens, write_tokens
 from vllm_segreuse.kernels.pages import (
+    Carried,
     Moves,
     Part,
     Rotation,
@@ -72,6 +73,40 @@ def store(
     """
     for layer, cell in zip(pages, cells, strict=True):
         indexable(cell)[rows] = indexable(layer)[blocks]
+
+
+def carry(
+    pages: torch.Tensor,
+    parts: Sequence[Part],
+    before: Sequence[torch.Tensor],
+    carried: Carried,
+) -> None:
+    """Add to tokens a share of what has changed of others; changes of keys turn on their way.
+
+    Computes in float32 and rounds once; fp8 saturates.
+
+    Args:
+        pages: flat pages `[num_blocks, page_elements]` of a layer, which are written.
+        parts: the keys and the values of a page.
+        before: of each part, what the changed tokens held, `[rows, heads, channels]` of the pages'
+            dtype.
+        carried: which tokens take part in which change.
+    """
+    takes_part = (carried.rows >= 0)[:, None, None]
+    rows = carried.rows.clamp_min(0)
+    for part, old, shares in zip(parts, before, carried.shares, strict=True):
+        change = pick_tokens(pages, part.strides, carried.changed).float() - old.float()
+        moved = change[rows]
+        if part.rotation is not None:
+            turns = carried.cos[carried.distances], carried.sin[carried.distances]
+            moved = rotate(moved, part.rotation, *turns)
+        held = read_tokens(pages, part.strides, carried.slots)
+        changed = held.float() + moved * shares[:, None, None]
+        if held.dtype.itemsize == 1:
+            largest = torch.finfo(held.dtype).max
+            changed = changed.clamp(-largest, largest)
+        kept = torch.where(takes_part, indexable(changed.to(held.dtype)), indexable(held))
+        write_tokens(pages, part.strides, carried.slots, kept.view(held.dtype))
 
 
 def rotate(
