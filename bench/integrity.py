@@ -11,6 +11,7 @@ import numpy as np
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.known import FREE_CELL, FREE_MARK, UNUSED_CELL, UNUSED_MARK, Known
 from vllm_segreuse.cache.links import FULL, RETURNED, UNUSED
+from vllm_segreuse.cache.siblings import Siblings
 from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.features.knowledge.kept import KeptEntries
 from vllm_segreuse.features.tier.catalogue import RecordCatalogue
@@ -243,6 +244,17 @@ def _check_catalogue(catalogue: RecordCatalogue) -> None:
     assert entries == catalogue._by_entry, "records do not know their entries"
     free = {*range(catalogue.first_entry, catalogue._next)} - entries.keys()
     assert sorted(catalogue._free) == sorted(free), "entries are lost"
+
+
+@check_integrity.register
+def _check_siblings(siblings: Siblings) -> None:
+    """What is said of a block and of its siblings agrees."""
+    for row in siblings._of:
+        blocks = np.flatnonzero(row >= 0)
+        assert (siblings._whose[row[blocks]] == blocks).all(), "a sibling is another block's"
+    for block in np.flatnonzero(siblings._whose >= 0):
+        found = siblings._of[:, siblings._whose[block]]
+        assert block in found, f"block {block} is nobody's sibling"
 
 
 def frozen_parts(pool: FrozenPool) -> dict[str, list[FrozenPart]]:

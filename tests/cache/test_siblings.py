@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.integrity import check_integrity
 from vllm_segreuse.cache.siblings import Siblings
 
 BLOCKS, OTHERS = 24, 2
@@ -20,7 +21,7 @@ def test_blocks_are_whole_until_a_sibling_is_taken() -> None:
     assert siblings.lost([6, 5]) == [1, 2]
     assert siblings.are_whole([1, 2]).tolist() == [False, False]
     assert siblings.all_of([1]) == []
-    siblings.check_integrity()
+    check_integrity(siblings)
 
 
 def test_a_block_that_a_window_has_passed_is_nobodys_sibling() -> None:
@@ -28,7 +29,7 @@ def test_a_block_that_a_window_has_passed_is_nobodys_sibling() -> None:
     siblings.note([1], [[-1], [5]])
     assert siblings.are_whole([1]).tolist() == [False]
     assert siblings.all_of([1]) == []
-    siblings.check_integrity()
+    check_integrity(siblings)
 
 
 def test_a_block_that_is_taken_itself_frees_its_siblings() -> None:
@@ -36,7 +37,7 @@ def test_a_block_that_is_taken_itself_frees_its_siblings() -> None:
     siblings.note([1], [[3], [5]])
     assert siblings.lost([1]) == []
     assert siblings.lost([3, 5]) == []
-    siblings.check_integrity()
+    check_integrity(siblings)
 
 
 @given(st.data())
@@ -55,4 +56,4 @@ def test_what_is_known_is_what_was_noted_last(data: st.DataObject) -> None:
         found = {block for block in range(BLOCKS) if siblings.are_whole([block])[0]}
         assert found == known.keys()
         assert all(siblings.all_of([block]) == its for block, its in known.items())
-        siblings.check_integrity()
+        check_integrity(siblings)

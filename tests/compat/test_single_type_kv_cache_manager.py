@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
+from bench.integrity import check_integrity
 from tests.compat.managed import OPTIONS, SIZE, Managed, ids
 from vllm_segreuse.compat import single_type_kv_cache_manager
 
@@ -46,7 +47,7 @@ class Hybrid(Managed):
         assert self.pool.num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         assert not self.pool._pinned
-        self.pool.siblings.check_integrity()
+        check_integrity(self.pool.siblings)
         indexed = [block for block in range(self.pool.num_gpu_blocks) if block in self.index]
         assert self.pool.are_whole(indexed).all()
 

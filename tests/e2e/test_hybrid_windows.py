@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.integrity import check_integrity
 from segreuse_tools.doctor.windowed_kv import held_blocks
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, step, submit
@@ -32,7 +33,7 @@ COUNTED = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "bypass_reason
 def check(running: Engine) -> None:
     """Nothing is held, and what is known of blocks in several groups agrees."""
     running.check_idle()
-    running.pool.siblings.check_integrity()
+    check_integrity(running.pool.siblings)
     assert not running.pool._pinned
     indexed = [block for block in range(running.pool.num_gpu_blocks) if block in running.index]
     assert running.pool.are_whole(indexed).all(), "a donor has lost blocks of a window"

@@ -77,12 +77,3 @@ class Siblings:
         """Nothing is known of any block."""
         self._of.fill(-1)
         self._whose.fill(-1)
-
-    def check_integrity(self) -> None:
-        """What is said of a block and of its siblings agrees."""
-        for row in self._of:
-            blocks = np.flatnonzero(row >= 0)
-            assert (self._whose[row[blocks]] == blocks).all(), "a sibling is another block's"
-        owners = np.flatnonzero(self._whose >= 0)
-        for block in owners:
-            assert block in self._of[:, self._whose[block]], f"block {block} is nobody's sibling"
