@@ -59,6 +59,11 @@ def test_short_segments_are_dropped_whole() -> None:
     assert Pieces.from_table([]).of_segments_above(0).rows() == []
 
 
+def test_segments_are_numbered_from_0_on() -> None:
+    rows = [[8, 2, 70, 0, 0], [10, 2, 71, 0, 2], [20, 3, 72, 0, 9], [30, 4, 73, 0, 9]]
+    assert Pieces.from_table(rows, is_similar=True).segment.tolist() == [0, 0, 1, 2]
+
+
 def test_similar_pieces_take_their_place_among_others() -> None:
     equal = pieces((8, 4, 0), (20, 3, 7))
     similar = Pieces.from_table([[30, 2, 9, 1, 5], [12, 4, 8, 0, 4]], is_similar=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cache.keeping import FakeTier
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
@@ -40,8 +41,8 @@ class Engine(FakeEngine):
         most_frozen: blocks, at any time.
     """
 
-    def __init__(self, limit: int = 40) -> None:
-        super().__init__(limit)
+    def __init__(self, limit: int = 40, tier: FakeTier | None = None) -> None:
+        super().__init__(limit, tier)
         self.most_frozen = 0
         self.prompts: list[list[int]] = []
         self.refuses = 0
@@ -180,6 +181,15 @@ def test_24_what_is_taken_can_be_computed(size: int) -> None:
     assert engine.most_frozen == warm + meanwhile
     with pytest.raises(NoRoomError, match=f"need {warm} KV blocks, and {meanwhile} more while"):
         added(Engine(warm + meanwhile - 1), [10] * size)
+
+
+def test_24_a_second_tier_makes_no_room_for_what_it_does_not_take() -> None:
+    warm, meanwhile = SHAPE.num_blocks(0, 22), SHAPE.num_blocks_meanwhile(22)
+    assert meanwhile > 0
+    fits = Engine(warm + meanwhile, FakeTier(capacity_blocks=60))
+    assert added(fits, [10] * 20)[0].status == "warm"
+    with pytest.raises(NoRoomError, match=f"GPU memory only.*need {warm} KV.*{meanwhile} more"):
+        added(Engine(warm + meanwhile - 1, FakeTier(capacity_blocks=60)), [10] * 20)
 
 
 def test_24_the_largest_documents_can_be_computed_at_once() -> None:

@@ -205,6 +205,15 @@ def test_a_draft_that_is_not_at_hand_is_refused(
     )
 
 
+def test_what_no_proof_covers_is_refused_of_a_draft(
+    drafted: tuple[Loaded, str], monkeypatch: Patch
+) -> None:
+    model, _ = drafted
+    name, layer = next(it for it in model.attention.items() if it[0].startswith("draft."))
+    monkeypatch.setattr(layer, "attn_type", "encoder_only")
+    assert f"{name} is encoder_only attention" in why_refused(drafted)
+
+
 def test_a_draft_that_attends_otherwise_is_found(
     drafted: tuple[Loaded, str], monkeypatch: Patch
 ) -> None:

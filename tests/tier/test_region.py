@@ -87,6 +87,16 @@ def test_processes_see_the_same_memory_and_the_last_removes_its_name(name: str) 
         region.cleanup()
 
 
+def test_a_process_that_gives_its_region_back_maps_nothing_of_it(name: str) -> None:
+    def is_mapped() -> bool:
+        return path_of(name) in Path("/proc/self/maps").read_text()
+
+    worker = HostRegion(name, SHAPE, 0)
+    assert is_mapped()
+    worker.cleanup()
+    assert not is_mapped()
+
+
 def test_who_has_no_region_of_workers_is_refused(name: str) -> None:
     with pytest.raises(RefusedError, match="not on this machine"):
         HostRegion(name, SHAPE, None)
