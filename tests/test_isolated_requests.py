@@ -9,14 +9,14 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from segreuse_extras.trained.anchors import Anchors
+from segreuse_extras.trained.layout import Layout
 from segreuse_extras.trained.requests import IsolatedRequests, private_keys
 from tests.parts import parts_of
 from tests.test_scheduler import World as Scheduled
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.engine.kv_slots import KvSlots
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
-from vllm_segreuse.model.documents.anchors import Anchors
-from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.tracked import Method, TrackedRequest
 

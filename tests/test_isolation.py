@@ -109,7 +109,10 @@ class Cache:
         )
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
-                get_total_num_hidden_layers=lambda: 4, max_model_len=256, skip_tokenizer_init=True
+                get_total_num_hidden_layers=lambda: 4,
+                max_model_len=256,
+                skip_tokenizer_init=True,
+                hf_config=SimpleNamespace(),
             ),
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             observability_config=ObservabilityConfig(),

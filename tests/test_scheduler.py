@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from bench.integrity import check_integrity
 from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording
+from segreuse_extras.trained.layout import Layout
 from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
 from tests.reports import Whole
@@ -30,7 +32,6 @@ from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.config.in_scheduler import scheduler_side
 from vllm_segreuse.config.metrics import SegReuseStats
 from vllm_segreuse.engine.kv_group import KvGroup
-from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.plan import (
     ALL_LAYERS,
     NO_HALO,
@@ -69,7 +70,9 @@ class World:
         self.pool: Any = BlockPool(64, enable_caching=True, hash_block_size=SIZE)
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
-                get_total_num_hidden_layers=lambda: 4, max_model_len=max_model_len
+                get_total_num_hidden_layers=lambda: 4,
+                max_model_len=max_model_len,
+                hf_config=SimpleNamespace(segreuse=layout and {}),
             ),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=1, pipeline_parallel_size=stages, data_parallel_index=0
@@ -92,7 +95,8 @@ class World:
         self.held: dict[str, list[int]] = {}  # blocks of requests that go on
         group = KvGroup(0, {"layer": None}, SIZE)
         given, self.stats = SegReuseConfig(**options), SegReuseStats()
-        self.side = scheduler_side(config, given, manager, self.stats, group, region, layout)
+        with patch("segreuse_extras.trained.scheduler.layout_of", return_value=layout):
+            self.side = scheduler_side(config, given, manager, self.stats, group, region)
         self.index, self.frozen = (
             parts_of(self.side).index,
             parts_of(self.side).entries,

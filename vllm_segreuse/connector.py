@@ -31,7 +31,6 @@ from vllm_segreuse.engine.supported import check_config
 from vllm_segreuse.engine.version import require_supported_vllm
 from vllm_segreuse.features import having
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.model.documents.folder import layout_of
 from vllm_segreuse.plan import Message, ModelLayers, PlanOutcome, ReusePlan
 
 if TYPE_CHECKING:
@@ -112,7 +111,6 @@ class SegReuseConnector(KVConnectorBase_V1):
         check_config(vllm_config, self._config.cuts)
         for module in having("refusals"):
             module.check(vllm_config, self._config)
-        self._layout = layout_of(vllm_config.model_config)
         self._stats = SegReuseStats()
 
     @property
@@ -134,7 +132,6 @@ class SegReuseConnector(KVConnectorBase_V1):
             self._stats,
             self._group,
             self._open_region(),
-            self._layout,
         )
 
     def _open_region(self) -> HostRegion | None:

@@ -21,9 +21,9 @@ from bench.quality.isolated import (
     outcome,
 )
 from bench.quality.tasks import Example
+from segreuse_extras.trained.layout import Layout
 from vllm_segreuse.features.knowledge.naming import NamedDocument
 from vllm_segreuse.features.knowledge.schemas import NewDocument
-from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.serve.offline import KnowledgeBase
 
 BASE = "bench"

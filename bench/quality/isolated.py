@@ -18,7 +18,8 @@ from bench import engine, harness
 from bench.quality import language
 from bench.quality.engine import KV_SPACE_GIB, MAX_TOKENS, MODEL, generate, require_model
 from bench.quality.tasks import Example
-from vllm_segreuse.model.documents.layout import KEY, Layout, Names
+from segreuse_extras.trained.layout import Layout, Names
+from vllm_segreuse.model.documents import KEY
 
 UNTRAINED = {
     "isolated_documents": True,

@@ -44,7 +44,8 @@ from bench.quality.isolated import (
 )
 from bench.quality.link_figures import figures
 from bench.quality.tasks import Example, example
-from vllm_segreuse.model.documents.layout import KEY, Names
+from segreuse_extras.trained.layout import Names
+from vllm_segreuse.model.documents import KEY
 
 MODELS = harness.REPOSITORY / "models"
 TRAINED = ("link0", "link1", "link5")

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from recipes.kvlink.rows import Writer
-from vllm_segreuse.model.documents.anchors import AnchorNames
-from vllm_segreuse.model.documents.folder import layout_with
-from vllm_segreuse.model.documents.layout import KEY, LayoutError, Names
+from segreuse_extras.trained.anchors import AnchorNames
+from segreuse_extras.trained.folder import layout_with
+from segreuse_extras.trained.layout import LayoutError, Names
+from vllm_segreuse.model.documents import KEY
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MESSAGES = "{%- for message in messages -%}"

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.kvlink.examples import DataError, Example
-from vllm_segreuse.model.documents.anchors import Anchors
-from vllm_segreuse.model.documents.layout import Layout, LayoutError
+from segreuse_extras.trained.anchors import Anchors
+from segreuse_extras.trained.layout import Layout, LayoutError
 
 UNLEARNT = -100
 """Label of a token that is not to be learnt, as in transformers."""

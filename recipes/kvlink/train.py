@@ -24,7 +24,7 @@ from recipes.kvlink.batch import Collator, Rows
 from recipes.kvlink.examples import SHARES, DataError, Mixture, read
 from recipes.kvlink.optimizer import MuonAndAdamW
 from recipes.kvlink.rows import UNLEARNT, Writer
-from vllm_segreuse.model.documents.layout import LayoutError, Names
+from segreuse_extras.trained.layout import LayoutError, Names
 
 LAYOUT = {"link_tokens": 5, "max_documents": 10, "chunk_tokens": 100, "anchor_tokens": 0}
 """What options that are not given stand for, where the model's folder has no layout yet."""

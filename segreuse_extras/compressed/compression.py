@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from segreuse_extras.compressed.anchor_order import AnchorOrder
 from segreuse_extras.compressed.finder import CopyFinder, NamedFinder, PartsFinder
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
@@ -26,7 +27,6 @@ from vllm_segreuse.features.knowledge.freezing import MakePart
 from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.options.parsing import ParsedRequest
 from vllm_segreuse.plan import (
-    AnchorOrder,
     BoolArray,
     CopyOrder,
     FreezeOrder,

@@ -8,7 +8,7 @@
 
 Nothing finds a compressed document by its text. Its blocks are in no index, and as a rule have no
 exact names. Where a model was trained for it, anchors are what is kept
-(`model/documents/anchors.py`).
+(`segreuse_extras/trained/anchors.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
-from vllm_segreuse.model.documents.places import places
+from vllm_segreuse.features.knowledge.places import places
 from vllm_segreuse.plan import BoolArray, IntArray, Pieces
 
 Held = Callable[[str], Sequence[FrozenPart] | None]

@@ -9,6 +9,7 @@ from segreuse_extras.images.finder import ImageFinder
 from segreuse_extras.images.ids import ImageIds, images_of
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.images import PromptImages
+from vllm_segreuse.model.documents import sees_documents_alone
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.plan import IntArray
 from vllm_segreuse.scheduling.core import Core
@@ -58,6 +59,7 @@ class ImageReuse(Feature):
 def start(making: Making) -> ImageReuse | None:
     """That of an engine; None: documents are found by their tokens, and keep images apart by
     namespace; or layers with a window have blocks of their own: images are not proven there."""
-    if making.layout is not None or making.core.group.others:
+    alone = sees_documents_alone(making.core.vllm_config.model_config)
+    if alone or making.core.group.others:
         return None
     return ImageReuse(making.core)

@@ -11,7 +11,7 @@ from segreuse_extras.transfer.options import TransferServer
 from vllm_segreuse.engine.stage import layers_of_stages
 from vllm_segreuse.engine.supported import RefusedError, num_sharing
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.model.documents.folder import names_of
+from vllm_segreuse.model.documents import sees_documents_alone
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.plan import ModelLayers, Program, Segments
@@ -97,7 +97,7 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"{by} is not proven beside sleep mode; remove --enable-sleep-mode",
         ),
         (
-            names_of(model) is not None,
+            sees_documents_alone(model),
             f"{by} is not proven for a model that was trained on documents computed alone "
             "(segreuse.isolated_documents in its config.json); use --tensor-parallel-size instead",
         ),

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
+from segreuse_extras.trained.folder import layout_of, names_of
+from segreuse_extras.trained.layout import Layout, LayoutError, Names, Span, blocks_needed
 from vllm_segreuse.engine.kv_slots import KvSlots
-from vllm_segreuse.model.documents.folder import layout_of, names_of
-from vllm_segreuse.model.documents.layout import Layout, LayoutError, Names, Span, blocks_needed
 from vllm_segreuse.options.parsing import DOCUMENTS as NAMED
 from vllm_segreuse.options.parsing import EXTRA_KEYS, FREEZE, RequestError
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of a model that was trained on documents computed alone (`model/documents/layout.py`).
+"""Documents of a model that was trained on documents computed alone (`layout.py`).
 
     computed alone   | d d d d | d d d d | d d e e | e   padded with end tokens
     prompt           t t t d d d d d d d d d d l l q
@@ -28,7 +28,7 @@ class IsolatedDocument(NamedTuple):
 
     Attributes:
         start, stop: its tokens in the prompt.
-        padded: its tokens as they are computed alone (`documents.layout.padded`).
+        padded: its tokens as they are computed alone (`layout.padded`).
         resident: its blocks, int32, in order; None unless all of them are resident and known in
             the request's namespace.
     """

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from segreuse_extras.audit.options import AuditServer
 from segreuse_extras.similar.options import SimilarServer
+from segreuse_extras.trained.folder import layout_of
+from segreuse_extras.trained.layout import LayoutError
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.model.documents.folder import layout_of
-from vllm_segreuse.model.documents.layout import LayoutError
 from vllm_segreuse.options.server import ServerOptions
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from vllm.logger import init_logger
 
 from segreuse_extras.trained.cold_documents import ColdDocuments
 from segreuse_extras.trained.finder import IsolatedDocument, IsolatedFinder
+from segreuse_extras.trained.layout import Layout, LayoutError, Span, blocks_needed, padded
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.engine.kv_slots import KvSlots
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
-from vllm_segreuse.model.documents.layout import Layout, LayoutError, Span, blocks_needed, padded
 from vllm_segreuse.options.parsing import EXTRA_KEYS
 from vllm_segreuse.plan import BoolArray, IntArray, Recipe, Segments
 from vllm_segreuse.scheduling.tracked import TrackedRequest

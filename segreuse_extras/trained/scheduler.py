@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from segreuse_extras.trained import requests as isolated
+from segreuse_extras.trained.folder import layout_of
+from segreuse_extras.trained.layout import Layout
 from segreuse_extras.trained.refusals import POLICY
 from vllm_segreuse.compat import kv_cache_manager
 from vllm_segreuse.features.knowledge.frozen import FrozenPool
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
-from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.plan import PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature, OwnRequests
@@ -141,6 +142,7 @@ class BlockAttention(Feature, OwnRequests):
 
 def start(making: Making) -> BlockAttention | None:
     """That of an engine; None: its model was not trained so."""
-    if making.layout is None:
+    layout = layout_of(making.core.vllm_config.model_config)
+    if layout is None:
         return None
-    return BlockAttention(making.core, making.layout, making.earlier(FrozenDocuments).entries)
+    return BlockAttention(making.core, layout, making.earlier(FrozenDocuments).entries)

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from segreuse_extras.transfer.options import TransferServer
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.model.documents.folder import names_of
+from vllm_segreuse.model.documents import sees_documents_alone
 from vllm_segreuse.options.server import ServerOptions
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     model = vllm_config.model_config
     return [
         (
-            names_of(model) is not None,
+            sees_documents_alone(model),
             "beside cannot be combined with a model that was trained on documents computed alone "
             "(segreuse.isolated_documents in its config.json): remove it",
         ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_segreuse.engine.supported import NO_KV, RefusedError
 from vllm_segreuse.features.tier.options import TierServer
-from vllm_segreuse.model.documents.folder import names_of
+from vllm_segreuse.model.documents import sees_documents_alone
 from vllm_segreuse.options.server import ServerOptions
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"{FLAG} is not proven beside LoRA adapters; remove one of them",
         ),
         (
-            names_of(vllm_config.model_config) is not None,
+            sees_documents_alone(vllm_config.model_config),
             f"{FLAG} is not proven for a model that was trained on documents computed alone "
             "(segreuse.isolated_documents in its config.json); remove it",
         ),

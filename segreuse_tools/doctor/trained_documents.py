@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from segreuse_extras.trained.folder import layout_with, names_of
+from segreuse_extras.trained.layout import LayoutError
 from segreuse_extras.trained.refusals import check_options
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine.supported import RefusedError
-from vllm_segreuse.model.documents.folder import layout_with, names_of
-from vllm_segreuse.model.documents.layout import LayoutError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

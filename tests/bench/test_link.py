@@ -11,7 +11,7 @@ from bench.quality import isolated, language, link_page, seeds
 from bench.quality.isolated import Asked, Isolated, layout_of, prompt_of, untrained
 from bench.quality.link_figures import ALL, figures
 from bench.suites import link
-from vllm_segreuse.model.documents.layout import Layout
+from segreuse_extras.trained.layout import Layout
 
 KINDS = [("vt", "hop 1"), ("vt", "hop 2")] * 100 + [("debate", "majority")] * 100
 FULL = [Asked(1.0, 1.0, 4.0)] * 300

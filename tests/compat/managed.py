@@ -72,7 +72,9 @@ class Managed:
         self.manager = manager_of(num_blocks, **options)
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
-                get_total_num_hidden_layers=lambda: 4, max_model_len=LIMIT
+                get_total_num_hidden_layers=lambda: 4,
+                max_model_len=LIMIT,
+                hf_config=SimpleNamespace(),
             ),
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             observability_config=ObservabilityConfig(),

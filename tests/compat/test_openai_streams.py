@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.documents.test_layout import CONFIG
+from tests.trained.test_layout import CONFIG
 from vllm_segreuse.compat.openai_streams import _reporting
 from vllm_segreuse.serve.report import report_of
 

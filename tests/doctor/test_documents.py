@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bench.shapes import _write_tokenizer
+from segreuse_extras.trained.anchors import AnchorNames
+from segreuse_extras.trained.layout import Names
 from segreuse_tools.commands import doctor as cli
 from tests.doctor.test_families import FAMILIES
 from tests.e2e.isolated_models import names
-from vllm_segreuse.model.documents.anchors import AnchorNames
-from vllm_segreuse.model.documents.layout import Names
 
 
 @pytest.fixture

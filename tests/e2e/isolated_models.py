@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import _write_tokenizer, make_model
-from vllm_segreuse.model.documents.anchors import AnchorNames
-from vllm_segreuse.model.documents.layout import Layout, Names
+from segreuse_extras.trained.anchors import AnchorNames
+from segreuse_extras.trained.layout import Layout, Names
 
 MAX_DOCUMENTS = 4
 TEMPLATE = Path(__file__).parents[2] / "recipes/kvlink/chat_template.jinja"

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.kvlink import folder, plot, train
+from segreuse_extras.trained.layout import Names
 from tests.recipes.lab_folder import MODEL, TEMPLATE, line
-from vllm_segreuse.model.documents.layout import Names
 
 needs_accelerate = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None,

@@ -14,13 +14,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_segreuse
+from segreuse_extras.trained.anchors import AnchorNames, Anchors
 from segreuse_extras.trained.checks import PromptRules, check_documents, expected
+from segreuse_extras.trained.layout import Layout, Names, blocks_needed
 from segreuse_extras.viewer.recent import watched
 from tests.serve.vllm_app import MESSAGES, make_app
 from vllm_segreuse.compat import async_llm, input_processor
 from vllm_segreuse.engine.kv_slots import KvSlots
-from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
-from vllm_segreuse.model.documents.layout import Layout, Names, blocks_needed
 from vllm_segreuse.options.parsing import FREEZE, RequestError
 from vllm_segreuse.serve.requests import check_params, check_prompt
 

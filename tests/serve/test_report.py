@@ -194,12 +194,12 @@ def test_closing_early_closes_vllms_generator() -> None:
     ],
 )
 def test_who_has_extra_keys_or_a_model_with_a_layout_may_have_a_report(
-    xargs: Any, has_keys: bool, says: Any, monkeypatch: pytest.MonkeyPatch
+    xargs: Any, has_keys: bool, says: Any
 ) -> None:
-    monkeypatch.setattr("vllm_segreuse.serve.report.names_of", lambda config: config)
     request = SimpleNamespace(vllm_xargs=xargs)
-    assert has_report(request, says) is (has_keys or says is not None)
-    assert (report_of(request, says, 1) is not None) is (has_keys or says is not None)
+    model = SimpleNamespace(hf_config=SimpleNamespace(segreuse=says))
+    assert has_report(request, model) is (has_keys or says is not None)
+    assert (report_of(request, model, 1) is not None) is (has_keys or says is not None)
 
 
 def completed(*events: str, params: Any = REPORT) -> list[str]:

@@ -9,8 +9,8 @@ import numpy as np
 from vllm.v1.request import Request
 
 from segreuse_extras.trained.cold_documents import PREFIX
+from segreuse_extras.trained.layout import Layout
 from tests.parts import parts_of
-from vllm_segreuse.model.documents.layout import Layout
 
 if TYPE_CHECKING:
     from tests.stateful.worker import Running, Worker

@@ -31,6 +31,8 @@ from vllm.v1.request import Request, RequestStatus
 import vllm_segreuse
 from bench.integrity import check_integrity
 from bench.shapes import SUPPORTED
+from segreuse_extras.images import scheduler as images
+from segreuse_extras.trained import scheduler as trained
 from segreuse_tools.estimate.modelless_engine import ModellessEngine
 from tests.parts import parts_of
 from tests.reports import Whole
@@ -40,7 +42,6 @@ from tests.stateful.events import Mirror
 from tests.stateful.sessions import Sessions
 from tests.stateful.worker import LARGEST_DRIFT, STOP, Identity, Worker
 from tests.tier.fakes import Region
-from vllm_segreuse import connector
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.connector import SegReuseConnector
 from vllm_segreuse.options.server import Switch
@@ -511,6 +512,8 @@ def _engine(setup: Setup) -> ModellessEngine:
         of_connector = patch.object(SegReuseConnector, "_open_region", lambda connector: region)
         patched.enter_context(of_connector)
         if setup.isolated:
-            layout = patch.object(connector, "layout_of", lambda *of: isolated.LAYOUT)
+            layout = patch.object(trained, "layout_of", lambda *of: isolated.LAYOUT)
+            alone = patch.object(images, "sees_documents_alone", lambda *of: True)
             patched.enter_context(layout)
+            patched.enter_context(alone)
         return ModellessEngine(vllm_config, setup.num_blocks, SIZE)

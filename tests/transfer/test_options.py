@@ -203,7 +203,7 @@ def vllm_config(role: str, **given: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "names_of", lambda model: getattr(model, "layout", None))
+    monkeypatch.setattr(refusals, "sees_documents_alone", lambda model: hasattr(model, "layout"))
 
 
 RECEIVERS = ["kv_consumer", "kv_both"]

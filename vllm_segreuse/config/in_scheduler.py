@@ -25,7 +25,6 @@ from vllm_segreuse.features import having
 from vllm_segreuse.features.knowledge.scheduler import FrozenDocuments
 from vllm_segreuse.features.tier.options import TierOptions, TierServer
 from vllm_segreuse.features.tier.start import most_records, start_tier
-from vllm_segreuse.model.documents.layout import Layout
 from vllm_segreuse.options.server import STEP_TOKENS, ServerOptions
 from vllm_segreuse.plan import ModelLayers, Program, ReusePlan
 from vllm_segreuse.scheduling.budget import StepBudget
@@ -53,7 +52,6 @@ def scheduler_side(
     stats: Counted,
     group: KvGroup,
     region: SharedOffloadRegion | None = None,
-    layout: Layout | None = None,
 ) -> SchedulerSide:
     """That of an engine.
 
@@ -64,7 +62,6 @@ def scheduler_side(
         stats: counts what happens.
         group: whose blocks are reused.
         region: host memory of the second tier, if there is one.
-        layout: of prompts, where the model was trained on documents computed alone.
     """
     triton_dispatcher.install()  # numba is loaded from here on
     kv_cache_manager.install()
@@ -78,7 +75,6 @@ def scheduler_side(
         core,
         ContentFinder(core.index, config.max_provenance_depth),
         None if region is None else start_tier(core, options, region),
-        layout,
     )
     return SchedulerSide(_parts(making, _features(making)))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.kernels.scratch import SCRATCH_BYTES
-from vllm_segreuse.model.documents.layout import KEY
+from vllm_segreuse.model.documents import sees_documents_alone
 from vllm_segreuse.options.server import STEP_TOKENS
 from vllm_segreuse.prefill.compared import COMPARED_TOKENS
 
@@ -138,8 +138,8 @@ def _prompts(vllm_config: VllmConfig) -> int:
     # Some plans are never spread, and run beside one that is under way: those with an adapter or
     # with images, and those of documents that the model was trained to see computed alone.
     model = vllm_config.model_config
-    alone = getattr(model.hf_config, KEY, None) is not None
     adapted = vllm_config.lora_config is not None
+    alone = sees_documents_alone(model)
     return 2 if alone or adapted or model.is_multimodal_model else 1
 
 

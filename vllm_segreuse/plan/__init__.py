@@ -6,7 +6,7 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 
 from vllm_segreuse.plan.arrays import BoolArray, Fates, FloatArray, IntArray
 from vllm_segreuse.plan.check import NO_HALO, Check, Halo
-from vllm_segreuse.plan.compression import AnchorOrder, CopyOrder, ScoreOrder
+from vllm_segreuse.plan.compression import CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.images import Image, Images
 from vllm_segreuse.plan.messages import Message
@@ -34,7 +34,6 @@ __all__ = [
     "NO_HALO",
     "TO_THE_END",
     "AcceptanceOutcome",
-    "AnchorOrder",
     "BoolArray",
     "Boundary",
     "Check",

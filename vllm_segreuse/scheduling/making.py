@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Feature
-
-if TYPE_CHECKING:
-    from vllm_segreuse.model.documents.layout import Layout
-
 
 F = TypeVar("F", bound=Feature)
 
@@ -25,14 +21,12 @@ class Making:
         core: what features share.
         by_content: finds equal segments.
         store: the second tier (`TierStore`); None: there is none.
-        layout: of prompts, where the model was trained on documents computed alone.
         made: features that come before, in order.
     """
 
     core: Core
     by_content: Finder
     store: Any
-    layout: Layout | None
     made: list[Feature] = field(default_factory=list)
 
     def earlier(self, kind: type[F]) -> F:

@@ -45,15 +45,11 @@ class SchedulerSide:
         self.errors = Errors(parts.planner)
         self._waits, self._decided = features.having("waits"), features.having("decided")[::-1]
         self._allocated = features.having("allocated")
-        health = parts.core.health
-        self._end_step = [
-            (it, health.contained(f"the end of a step of {it.name}"))
-            for it in features.having("end_step")
-        ]
+        self._end_step = features.having("end_step")
         self._pending = features.having("has_pending_work")
         self._holding, self._processing = features.having("holds"), features.having("processed")
         self._own = [it for it in features if isinstance(it, OwnRequests)]
-        self._admission, self._outcomes = Admission(parts), Outcomes(parts)
+        self._admission, self._outcomes = Admission(parts), Outcomes(parts, self.errors)
         self._called_back: list[str] = []
         self.set_enabled(parts.core.config.starts_enabled)
 
@@ -219,8 +215,8 @@ class SchedulerSide:
         self.parts.donors.begin_step()
         self._core.pool.begin_step()
         messages = {}
-        for feature, contained_here in self._end_step:
-            with contained_here:
+        for feature in self._end_step:
+            with self._core.health.contained(f"the end of a step of {feature.name}"):
                 message = feature.end_step(plans, runs_model)
                 if message is not None:
                     messages[feature.name] = message
@@ -255,12 +251,7 @@ class SchedulerSide:
             if feature.name in messages:
                 with self._core.health.contained(f"what workers report to {feature.name}"):
                     feature.reported(messages[feature.name])
-        for request_id, outcome in outcomes.items():
-            if outcome.restoration:
-                self._outcomes.restored(request_id, outcome)
-            if request_id in requests:
-                with self.errors.cost(requests[request_id], "the outcome of its plan"):
-                    self._outcomes.carried_out(requests[request_id], outcome)
+        self._outcomes.reported(outcomes, requests)
 
     # Requests of our own.
 

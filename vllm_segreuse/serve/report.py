@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from vllm_segreuse.model.documents.folder import names_of
+from vllm_segreuse.model.documents import sees_documents_alone
 from vllm_segreuse.options.parsing import EXTRA_KEYS
 
 _DONE = "data: [DONE]"
@@ -33,7 +33,7 @@ def has_report(request: Any, model_config: Any) -> bool:
             without extra keys.
     """
     has_keys = (request.vllm_xargs or {}).get(EXTRA_KEYS) is not None
-    return has_keys or names_of(model_config) is not None
+    return has_keys or sees_documents_alone(model_config)
 
 
 def report_of(request: Any, model_config: Any, num_prompts: int) -> StreamReport | None:

@@ -248,8 +248,8 @@ class Catalogue:
     def _blocks(self, document: CatalogueDocument) -> Blocks:
         context, tokens = document.num_context, document.num_tokens
         warm = num_blocks(self._shape, document.compression, context, tokens)
-        # The second tier finds records by their text, which kept tokens and anchors are not.
-        is_gpu_only = document.compression is not None or self._shape.anchors is not None
+        # The second tier finds records by their text, which kept tokens and stand-ins are not.
+        is_gpu_only = document.compression is not None or self._shape.stand_ins is not None
         gpu_only = warm if is_gpu_only else 0
         return Blocks(warm, gpu_only, self._shape.num_blocks_meanwhile(tokens))
 

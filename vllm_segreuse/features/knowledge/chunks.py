@@ -7,9 +7,6 @@
 
 Only full blocks can be found again. The filler completes the last one; nothing sees it, since
 attention is causal. A prompt that contains the text matches it up to its last token.
-
-Documents of a model that was trained on documents computed alone are one chunk each, behind
-nothing, and padded as its requests pad them.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ import numpy as np
 
 from vllm_segreuse.features.knowledge.compression import CompressionSettings
 from vllm_segreuse.features.knowledge.errors import InvalidError
+from vllm_segreuse.features.knowledge.isolated import StandIns
 from vllm_segreuse.features.knowledge.store import Tokens
-from vllm_segreuse.model.documents.anchors import Anchors
-from vllm_segreuse.model.documents.layout import padded
 
 
 class Shape(NamedTuple):
@@ -32,22 +28,15 @@ class Shape(NamedTuple):
         block_size: tokens per KV block.
         max_prompt_tokens: longest prompt that leaves room for one token of output.
         chunk_tokens: longest chunk that is wanted.
-        whole: whether documents are computed alone, and not cut.
-        anchors: what stands for documents; None: they stand for themselves.
         stages: pipeline stages of the engine.
+        stand_ins: what stands for documents; None: they stand for themselves.
     """
 
     block_size: int
     max_prompt_tokens: int
     chunk_tokens: int
-    whole: bool = False
-    anchors: Anchors | None = None
     stages: int = 1
-
-    def num_anchors(self, num_tokens: int) -> int:
-        """Tokens that stand for a document of so many, its start and end token included."""
-        assert self.anchors is not None
-        return len(self.anchors.standing_for(num_tokens - 2)) + 2
+    stand_ins: StandIns | None = None
 
     def num_chunks(self, num_context: int, num_tokens: int) -> int:
         """Into how many chunks a document is cut.
@@ -56,25 +45,6 @@ class Shape(NamedTuple):
             InvalidError: the context leaves no room for a chunk, or the document is not to be cut
                 and is too long.
         """
-        if self.anchors is not None:
-            longest = self.num_anchors(num_tokens) + self.anchors.chunk_tokens
-            if longest > self.max_prompt_tokens:
-                raise InvalidError(
-                    f"a document of {num_tokens} tokens and its anchors take {longest} where it is "
-                    f"computed, and prompts have {self.max_prompt_tokens} at most: cut it into "
-                    "several",
-                    "documents",
-                )
-            return 1
-        if self.whole:
-            alone = len(padded(range(num_tokens), self.block_size))
-            if alone > self.max_prompt_tokens:
-                raise InvalidError(
-                    f"a document of {num_tokens} tokens takes {alone} where it is computed alone, "
-                    f"and prompts have {self.max_prompt_tokens} at most: cut it into several",
-                    "documents",
-                )
-            return 1
         whole = self.max_prompt_tokens // self.block_size * self.block_size
         room = min(self.chunk_tokens, whole - num_context)
         if room < 1:
@@ -87,8 +57,6 @@ class Shape(NamedTuple):
 
     def num_blocks(self, num_context: int, num_tokens: int) -> int:
         """Blocks that a document takes when it is warm."""
-        if self.anchors is not None:
-            return -(-self.num_anchors(num_tokens) // self.block_size)
         chunks = self.num_chunks(num_context, num_tokens)
         small, larger = divmod(num_tokens, chunks)
         first = num_context // self.block_size
@@ -97,24 +65,11 @@ class Shape(NamedTuple):
         )
 
     def num_blocks_meanwhile(self, num_tokens: int) -> int:
-        """Blocks that a document takes beside those of `num_blocks`, until it is warm: what is kept
-        of each chunk (`anchoring.py`)."""
-        if self.anchors is None:
-            return 0
-        blocks, so_far = 0, 0
-        for chunk, behind in self.anchors.chunks(range(num_tokens - 2)):
-            first = 1 + so_far + len(chunk)
-            so_far += len(behind)
-            blocks += -(-(first + len(behind)) // self.block_size) - first // self.block_size
-        return blocks
+        """Blocks that a document takes beside those of `num_blocks`, until it is warm."""
+        return 0
 
     def prompts(self, context: Tokens, tokens: Tokens) -> list[Tokens]:
-        """The prompts, each a whole number of blocks long; chunks differ by one token at most. What
-        is not cut has one token more; what anchors stand for is given as it is."""
-        if self.anchors is not None:
-            return [tokens]
-        if self.whole:
-            return [np.array(padded(tokens.tolist(), self.block_size), np.int32)]
+        """The prompts, each a whole number of blocks long; chunks differ by one token at most."""
         chunks = np.array_split(tokens, self.num_chunks(len(context), len(tokens)))
         return [self._padded(np.concatenate((context, chunk))) for chunk in chunks]
 

@@ -22,8 +22,8 @@ import numpy as np
 from vllm_segreuse.features.knowledge.chunks import Shape, lengths_of, shape_for
 from vllm_segreuse.features.knowledge.compression import CompressionSettings
 from vllm_segreuse.features.knowledge.engine import Engine, NotFrozenError, all_frozen
+from vllm_segreuse.features.knowledge.isolated import StandIns
 from vllm_segreuse.features.knowledge.store import Tokens
-from vllm_segreuse.model.documents.anchors import Anchors
 from vllm_segreuse.options.parsing import COPY, EXTRA_KEYS, FREEZE, SCORE
 from vllm_segreuse.plan import CopyOrder, FreezeOrder, ScoreOrder
 
@@ -41,7 +41,7 @@ class Work(NamedTuple):
         lengths: tokens of each chunk.
         compression: None: the entry is all that is computed.
         kept: positions in each chunk that were chosen before; None: they are to be chosen.
-        anchors: what stands for the document; None: it stands for itself.
+        stand_ins: what stands for the document; None: it stands for itself.
     """
 
     extra_key: str
@@ -50,7 +50,7 @@ class Work(NamedTuple):
     lengths: list[int]
     compression: CompressionSettings | None = None
     kept: list[Tokens] | None = None
-    anchors: Anchors | None = None
+    stand_ins: StandIns | None = None
 
 
 def work_for(
@@ -69,7 +69,7 @@ def work_for(
     cut = shape_for(shape, compression, len(context))
     lengths = lengths_of(cut, len(context), len(tokens))
     prompts = cut.prompts(context, tokens)
-    work = Work(extra_key, len(context), prompts, lengths, compression, anchors=cut.anchors)
+    work = Work(extra_key, len(context), prompts, lengths, compression, None, cut.stand_ins)
     if compression is None or kept is None:
         return work
     ends = np.cumsum(lengths)

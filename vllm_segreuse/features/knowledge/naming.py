@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from vllm_segreuse.features.knowledge.places import places
 from vllm_segreuse.features.knowledge.store import Tokens
-from vllm_segreuse.model.documents.places import places
 from vllm_segreuse.options.parsing import DOCUMENTS
 
 

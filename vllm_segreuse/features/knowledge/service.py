@@ -40,7 +40,7 @@ from vllm_segreuse.features.knowledge.errors import (
     NotFoundError,
     UnavailableError,
 )
-from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
+from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments, isolated_documents
 from vllm_segreuse.features.knowledge.naming import NamedDocument, shown
 from vllm_segreuse.features.knowledge.options import KnowledgeOptions
 from vllm_segreuse.features.knowledge.restoring import restore
@@ -48,7 +48,6 @@ from vllm_segreuse.features.knowledge.scheduler_state import SchedulerState, Use
 from vllm_segreuse.features.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
 from vllm_segreuse.features.knowledge.texts import DocumentTexts
 from vllm_segreuse.features.knowledge.warming import AT_ONCE, Urgency, Warming
-from vllm_segreuse.model.documents.anchors import Anchors
 from vllm_segreuse.options.parsing import DOCUMENTS
 from vllm_segreuse.options.server import ServerOptions
 
@@ -436,7 +435,8 @@ class KnowledgeService:
     # Requests that name documents.
 
     async def named(self, names: Sequence[str], extra_keys: Sequence[str]) -> list[NamedDocument]:
-        """The compressed documents that a request names; those with anchors are warm then.
+        """The compressed documents that a request names; those that anything stands for
+        are warm then.
 
         Args:
             names: `BASE/ID` of each.
@@ -448,7 +448,7 @@ class KnowledgeService:
             ConflictError: it cannot be served, or is not compressed yet.
         """
         found = [await self._named(name, tuple(extra_keys)) for name in names]
-        if self._shape.anchors is not None:
+        if self._shape.stand_ins is not None:
             await self._warm_named(found)
         return found
 
@@ -476,8 +476,8 @@ class KnowledgeService:
                 "this request: add it, or name its base's extra key in extra_keys",
                 DOCUMENTS,
             )
-        anchors = self._shape.anchors
-        if document.compression is None and anchors is None:
+        stand_ins = self._shape.stand_ins
+        if document.compression is None and stand_ins is None:
             raise InvalidError(
                 f"{DOCUMENTS}: the document {shown(name)!r} is not compressed: send its text",
                 DOCUMENTS,
@@ -490,8 +490,9 @@ class KnowledgeService:
                 f"{DOCUMENTS}: the document {shown(name)!r} failed: {fault}", DOCUMENTS
             )
         assert record is not None
-        if anchors is not None:
-            return NamedDocument(name, record.entry, _standing_for(anchors, record.tokens))
+        if stand_ins is not None:
+            text = stand_ins.standing_for(len(record.tokens) - 2)  # between its start and end token
+            return NamedDocument(name, record.entry, np.array(text, np.int32))
         if record.kept is None:
             error = self._warming.error(record.entry) or "it is still being compressed: try again"
             raise ConflictError(f"{DOCUMENTS}: the document {shown(name)!r}: {error}", DOCUMENTS)
@@ -586,15 +587,15 @@ async def start_service(
         ManifestError: the manifest's file cannot be used.
     """
     options = KnowledgeOptions.of(config)
-    isolated = IsolatedDocuments.of(vllm_config.model_config, engine.encode)
+    isolated = isolated_documents(vllm_config.model_config, engine.encode)
     shape = Shape(
         block_size=vllm_config.cache_config.block_size,
         max_prompt_tokens=vllm_config.model_config.max_model_len - 1,
         chunk_tokens=options.knowledge_chunk_tokens,
-        whole=isolated is not None,
-        anchors=None if isolated is None else isolated.anchors,
         stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
+    if isolated is not None:
+        shape = isolated.shape(shape)
     store = Store(options.knowledge_path or IN_MEMORY, fingerprint(vllm_config, engine))
     service = KnowledgeService(engine, store, shape, isolated=isolated)
     await service.start(in_background)
@@ -622,11 +623,6 @@ async def _in_thread(thread: ThreadPoolExecutor, function: Callable[..., _T], *a
 def _fault_of(record: DocumentRecord | None) -> str | None:
     """Why what the store has of a document cannot be used; None: it can."""
     return UNREADABLE if record is None else record.fault
-
-
-def _standing_for(anchors: Anchors, document: Tokens) -> Tokens:
-    """What stands between start and end token of a document."""
-    return np.array(anchors.standing_for(len(document) - 2), np.int32)
 
 
 def _differing(one: BaseRecord, other: BaseRecord, body: schemas.CreateBase) -> list[str]:

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from vllm_segreuse.features.knowledge.anchoring import condense
 from vllm_segreuse.features.knowledge.changes import UNREADABLE
 from vllm_segreuse.features.knowledge.compressing import Work, compress, joined
 from vllm_segreuse.features.knowledge.engine import Engine, NotFrozenError
@@ -265,9 +264,9 @@ class Warming:
 
     async def _part(self, work: Work, order: FreezeOrder, kept: list[Tokens]) -> bool:
         """Compute and freeze a part; of a compressed one, note in `kept` what was chosen."""
-        if work.anchors is not None:
+        if work.stand_ins is not None:
             tokens = work.prompts[order.part]
-            return await condense(self._engine, work.anchors, work.extra_key, tokens, order)
+            return await work.stand_ins.freeze(self._engine, work.extra_key, tokens, order)
         if work.compression is None:
             prompt = work.prompts[order.part].tolist()
             return await self._engine.compute(prompt, work.extra_key, order)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.documents.test_layout import CONFIG
-from tests.documents.test_layout import ids as ids_without
-from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
-from vllm_segreuse.model.documents.layout import Layout, LayoutError, Names, Span
+from segreuse_extras.trained.anchors import AnchorNames, Anchors
+from segreuse_extras.trained.layout import Layout, LayoutError, Names, Span
+from tests.trained.test_layout import CONFIG
+from tests.trained.test_layout import ids as ids_without
 
 SAID = {"chunk_tokens": 4, "anchor_tokens": 2, "anchor_token": "<a{index}>"}
 ANCHORS = Anchors(4, (140, 141))

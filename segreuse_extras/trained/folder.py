@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_segreuse.model.documents.layout import KEY, Layout, LayoutError, Names
+from segreuse_extras.trained.layout import Layout, LayoutError, Names
+from vllm_segreuse.model.documents import KEY
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -11,26 +11,31 @@ from typing import Any
 
 import pytest
 
+from segreuse_extras.trained import documents
+from segreuse_extras.trained.documents import LaidOutDocuments
+from segreuse_extras.trained.layout import Layout, Names, padded
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
-from vllm_segreuse.features.knowledge import isolated
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.errors import InvalidError
-from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
+from vllm_segreuse.features.knowledge.isolated import isolated_documents
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
-from vllm_segreuse.model.documents.layout import Layout, Names, padded
 from vllm_segreuse.plan import FreezeOrder
 
 NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>")
 LAYOUT = Layout(901, 902, ((903,), (904,)))
-SHAPE = Shape(BLOCK_SIZE, max_prompt_tokens=41, chunk_tokens=8, whole=True)
 TOKENS = {"<s>": 901, "</s>": 902, "<1_1>": 903, "<2_1>": 904}
 
 
 def encode(text: str) -> list[int]:
     parts = re.findall(r"<[^>]*>|.", text)
     return [TOKENS.get(part, 2 + ord(part[0]) % 800) for part in parts]
+
+
+SHAPE = LaidOutDocuments(NAMES, LAYOUT, encode).shape(
+    Shape(BLOCK_SIZE, max_prompt_tokens=41, chunk_tokens=8)
+)
 
 
 class Engine(FakeEngine):
@@ -51,7 +56,7 @@ class Engine(FakeEngine):
 
 @asynccontextmanager
 async def serving(engine: Engine, path: Path | str) -> AsyncIterator[KnowledgeService]:
-    isolated = IsolatedDocuments(NAMES, LAYOUT, encode)
+    isolated = LaidOutDocuments(NAMES, LAYOUT, encode)
     service = KnowledgeService(engine, Store(str(path), "model"), SHAPE, 0.01, isolated)
     await service.start()
     try:
@@ -161,7 +166,7 @@ def test_documents_that_no_longer_fit_fail_and_the_rest_is_there(tmp_path: Path)
 
     async def again() -> None:
         shape = SHAPE._replace(max_prompt_tokens=20)
-        isolated = IsolatedDocuments(NAMES, LAYOUT, encode)
+        isolated = LaidOutDocuments(NAMES, LAYOUT, encode)
         store = Store(str(tmp_path / "m"), "model")
         service = KnowledgeService(Engine(), store, shape, 0.01, isolated)
         await service.start()
@@ -178,18 +183,18 @@ def test_only_models_that_say_so_have_documents_computed_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ordinary = SimpleNamespace(hf_config=SimpleNamespace())
-    assert IsolatedDocuments.of(ordinary, encode) is None
-    monkeypatch.setattr(isolated, "layout_of", lambda model_config: LAYOUT)
-    monkeypatch.setattr(isolated, "names_of", lambda model_config: NAMES)
-    found = IsolatedDocuments.of(ordinary, encode)
+    assert isolated_documents(ordinary, encode) is None
+    monkeypatch.setattr(documents, "layout_of", lambda model_config: LAYOUT)
+    monkeypatch.setattr(documents, "names_of", lambda model_config: NAMES)
+    found = isolated_documents(ordinary, encode)
     assert found is not None
-    assert found.anchors is None
+    assert found.shape(Shape(4, 16, 8)).stand_ins is None
     assert found.tokens("ab", None, "documents.0") == encode("<s>ab</s>")
     assert found.tokens(None, [5], "documents.0") == [901, 5, 902]
 
 
 def test_a_text_without_tokens_is_no_document() -> None:
-    without = IsolatedDocuments(NAMES, LAYOUT, lambda text: [901, 902])
+    without = LaidOutDocuments(NAMES, LAYOUT, lambda text: [901, 902])
     with pytest.raises(InvalidError, match="the text has no tokens") as caught:
         without.tokens("\u200b", None, "documents.4")
     assert caught.value.param == "documents.4.text"
@@ -197,6 +202,6 @@ def test_a_text_without_tokens_is_no_document() -> None:
 
 @pytest.mark.parametrize("tokens", [[5, 6, 902], [901, 5, 6], [902, 5, 901], [5, 6]])
 def test_a_tokenizer_that_loses_the_ends_of_a_document_makes_none(tokens: list[int]) -> None:
-    other = IsolatedDocuments(NAMES, LAYOUT, lambda text: tokens)
+    other = LaidOutDocuments(NAMES, LAYOUT, lambda text: tokens)
     with pytest.raises(InvalidError, match="special tokens of documents"):
         other.tokens("ab", None, "documents.0")

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_segreuse.model.documents.places import places
+from vllm_segreuse.features.knowledge.places import places
 
 TOKENS = st.lists(st.sampled_from([1, 2, 0xD800, 200_000]), min_size=1, max_size=30)
 

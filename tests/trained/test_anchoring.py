@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.compressed.anchor_order import AnchorOrder
+from segreuse_extras.trained.anchors import AnchorNames, Anchors
+from segreuse_extras.trained.documents import LaidOutDocuments
+from segreuse_extras.trained.layout import Layout, Names
 from tests.cache.keeping import FakeTier
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.features.knowledge.chunks import Shape
@@ -17,19 +21,18 @@ from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.engine import Answer
 from vllm_segreuse.features.knowledge.errors import ConflictError, InvalidError, NoRoomError
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
-from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
-from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
-from vllm_segreuse.model.documents.layout import Layout, Names
 from vllm_segreuse.options.parsing import ANCHORS, EXTRA_KEYS, FREEZE
-from vllm_segreuse.plan import AnchorOrder, FreezeOrder
+from vllm_segreuse.plan import FreezeOrder
 
 OF_CHUNK = Anchors(4, (905, 906))
 LAYOUT = Layout(901, 902, ((903,), (904,)), OF_CHUNK)
 NAMES = Names(1, 2, "<s>", "</s>", "<{document}_{index}>", AnchorNames(4, 2))
-SHAPE = Shape(BLOCK_SIZE, max_prompt_tokens=16, chunk_tokens=8, whole=True, anchors=OF_CHUNK)
+SHAPE = LaidOutDocuments(NAMES, LAYOUT, lambda text: []).shape(
+    Shape(BLOCK_SIZE, max_prompt_tokens=16, chunk_tokens=8)
+)
 
 
 class Engine(FakeEngine):
@@ -74,7 +77,7 @@ class Engine(FakeEngine):
 
 @asynccontextmanager
 async def serving(engine: Engine, path: str | Path = IN_MEMORY) -> AsyncIterator[KnowledgeService]:
-    isolated = IsolatedDocuments(NAMES, LAYOUT, engine.encode)
+    isolated = LaidOutDocuments(NAMES, LAYOUT, engine.encode)
     service = KnowledgeService(engine, Store(str(path), "model"), SHAPE, 0.01, isolated)
     await service.start()
     try:

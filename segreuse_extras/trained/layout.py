@@ -17,10 +17,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from vllm_segreuse.model.documents.anchors import AnchorNames, Anchors
-
-KEY = "segreuse"
-"""Of `config.json`."""
+from segreuse_extras.trained.anchors import AnchorNames, Anchors
+from vllm_segreuse.model.documents import KEY
 
 MOST_TOKENS = 1 << 16
 """More link tokens than this are no reasonable vocabulary."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_segreuse.model.documents.layout import Layout, LayoutError, Names, Span, padded
+from segreuse_extras.trained.layout import Layout, LayoutError, Names, Span, padded
 
 CONFIG = {
     "isolated_documents": True,
