@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from vllm.v1.request import Request
 
-from segreuse_extras.compressed.anchor_order import AnchorOrder
 from segreuse_extras.compressed.compression import Compression, Kept
+from segreuse_extras.compressed.orders import AnchorOrder, CopyOrder, ScoreOrder
 from segreuse_extras.compressed.scheduler import CompressedDocuments
 from tests.compat.managed import SIZE, Managed, ids
 from tests.parts import parts_of
 from vllm_segreuse.config import RequestOptions
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
 from vllm_segreuse.options.parsing import ParsedRequest
-from vllm_segreuse.plan import CopyOrder, Gather, PlanOutcome, Probed, ScoreOrder
+from vllm_segreuse.plan import Gather, PlanOutcome, Probed
 from vllm_segreuse.scheduling.feature import Admitted
 from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest
 

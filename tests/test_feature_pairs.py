@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.compressed.orders import ScoreOrder
 from segreuse_extras.context.finder import SameContextFinder
 from segreuse_extras.trained.finder import IsolatedDocument
 from tests.parts import parts_of
@@ -18,7 +19,7 @@ from tests.test_scheduler_images import BEHIND, FRONT, A, Pictured
 from tests.tier.fakes import Region
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
 from vllm_segreuse.options.parsing import FREEZE, SCORE
-from vllm_segreuse.plan import FreezeOrder, ScoreOrder
+from vllm_segreuse.plan import FreezeOrder
 from vllm_segreuse.scheduling.tracked import Bypass, TrackedRequest, Use
 
 ONCE = OPTIONS | {"segreuse_policy": "focus", "segreuse_recompute_once": True}

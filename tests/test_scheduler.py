@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from bench.integrity import check_integrity
 from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording
+from segreuse_extras.compressed.orders import CopyOrder
 from segreuse_extras.trained.layout import Layout
 from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
@@ -36,7 +37,6 @@ from vllm_segreuse.plan import (
     ALL_LAYERS,
     NO_HALO,
     AcceptanceOutcome,
-    CopyOrder,
     FreezeOrder,
     ModelLayers,
     PlanOutcome,

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from segreuse_extras.compressed.anchor_order import AnchorOrder
 from segreuse_extras.compressed.finder import CopyFinder, NamedFinder, PartsFinder
+from segreuse_extras.compressed.orders import AnchorOrder, CopyOrder, ScoreOrder
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
 from vllm_segreuse.features.knowledge.freezing import MakePart
@@ -28,14 +28,12 @@ from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
 from vllm_segreuse.options.parsing import ParsedRequest
 from vllm_segreuse.plan import (
     BoolArray,
-    CopyOrder,
     FreezeOrder,
     Gather,
     IntArray,
     PlanOutcome,
     Probed,
     Recipe,
-    ScoreOrder,
     Segments,
     fates_of,
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segreuse_extras.compressed.anchor_order import AnchorOrder
+from segreuse_extras.compressed.orders import AnchorOrder
 from segreuse_extras.trained.anchors import Anchors
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.engine import Engine, NotFrozenError, all_frozen

@@ -95,13 +95,21 @@ class _Evictions(BlockListener):
 
 @dataclass
 class _Run:
+    """See `replay`.
+
+    Attributes:
+        live: requests that have arrived and not ended, by id.
+        spread: layer-tokens that are left of each spread plan, by request, oldest first.
+        clock_s: of the requests' own times.
+    """
+
     engine: ModellessEngine
     asked: Sequence[Asked]
     pace: Pace
     twins: Sequence[Twin]
-    _live: dict[str, Request] = field(default_factory=dict)
-    _spread: dict[str, int] = field(default_factory=dict)  # layer-tokens that are left
-    _clock_s: float = -math.inf
+    live: dict[str, Request] = field(default_factory=dict)
+    spread: dict[str, int] = field(default_factory=dict)
+    clock_s: float = -math.inf
 
     def __post_init__(self) -> None:
         self._coming = deque(range(len(self.asked)))
@@ -111,25 +119,26 @@ class _Run:
 
     def to_the_end(self) -> Replayed:
         idle = 0
-        while self._coming or self._live:
-            for index in self._arriving():
+        while self._coming or self.live:
+            for index in self.arriving():
                 self._add(index)
             idle = 0 if self._step() else idle + 1
             if idle > 100:
-                raise StuckError(f"none of {len(self._live)} requests goes on")
+                raise StuckError(f"none of {len(self.live)} requests goes on")
         self._found.evicted_blocks = self._evictions.count
         return self._found
 
     # Arrivals.
 
-    def _arriving(self) -> Iterator[int]:
+    def arriving(self) -> Iterator[int]:
+        """Numbers of the requests that arrive now."""
         if self.pace.tokens_per_s is None:
-            while self._coming and len(self._live) < self.pace.concurrency:
+            while self._coming and len(self.live) < self.pace.concurrency:
                 yield self._coming.popleft()
             return
-        if self._coming and not self._live:
-            self._clock_s = max(self._clock_s, self._time_of(self._coming[0]))
-        while self._coming and self._time_of(self._coming[0]) <= self._clock_s:
+        if self._coming and not self.live:
+            self.clock_s = max(self.clock_s, self._time_of(self._coming[0]))
+        while self._coming and self._time_of(self._coming[0]) <= self.clock_s:
             yield self._coming.popleft()
 
     def _time_of(self, index: int) -> float:
@@ -157,7 +166,7 @@ class _Run:
             priority=one.priority,
             arrival_time=float(index),
         )
-        self._live[request.request_id] = request
+        self.live[request.request_id] = request
 
     # Steps.
 
@@ -173,14 +182,14 @@ class _Run:
         self._found.preemptions += len(step.preempted_req_ids or ())
         metadata: Any = step.kv_connector_metadata
         work = self._begin(metadata.plans)
-        loaded, spread_work = self._go_on()
+        loaded, spread_work = self.go_on()
         sampled = {name: self._next_tokens(name) for name in step.num_scheduled_tokens}
         outputs = scheduler.update_from_output(step, step_output(sampled, loaded))
         self._note([output for of_client in outputs.values() for output in of_client.outputs])
         if self.pace.tokens_per_s is not None:
             work += spread_work
             tokens = step.total_num_scheduled_tokens + work / self.pace.layers.in_all
-            self._clock_s += max(LEAST_STEP_S, tokens / self.pace.tokens_per_s)
+            self.clock_s += max(LEAST_STEP_S, tokens / self.pace.tokens_per_s)
         return bool(step.num_scheduled_tokens or spread_work)
 
     def _begin(self, plans: list[ReusePlan]) -> int:
@@ -191,19 +200,19 @@ class _Run:
         self._found.is_planned |= any(plan.reports for plan in plans)
         work = {plan.request_id: plan.layer_tokens(self.pace.layers) for plan in plans}
         spread = [plan.request_id for plan in plans if plan.spread]
-        self._spread |= {name: work.pop(name) for name in spread}
+        self.spread |= {name: work.pop(name) for name in spread}
         return sum(work.values())
 
-    def _go_on(self) -> tuple[list[str], int]:
+    def go_on(self) -> tuple[list[str], int]:
         """Requests whose spread plan is done, and what was carried out of all, in layer-tokens: the
         oldest plan first, a step's work in each step."""
         left, done = self.pace.step_work, []
-        for name, work in list(self._spread.items()):
+        for name, work in list(self.spread.items()):
             part = min(left, work)
             left -= part
-            self._spread[name] = work - part
+            self.spread[name] = work - part
             if part == work:
-                del self._spread[name]
+                del self.spread[name]
                 done.append(name)
         return done, self.pace.step_work - left
 
@@ -213,7 +222,7 @@ class _Run:
         One request at a time is not waited for by others: all of its answer but the last token is
         generated at once, and computed in the next step.
         """
-        request = self._live[name]
+        request = self.live[name]
         if request.num_computed_tokens < request.num_tokens:
             return []
         left = self.asked[int(name)].answer_ids[request.num_output_tokens :]
@@ -228,4 +237,4 @@ class _Run:
             if output.finish_reason is not None:
                 answer = output.kv_transfer_params
                 self._found.reports[index] = answer["segreuse"] if answer else None
-                del self._live[output.request_id]
+                del self.live[output.request_id]

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.integrity import check_integrity
-from segreuse_extras.compressed.anchor_order import AnchorOrder
 from segreuse_extras.compressed.finder import CopyFinder, NamedFinder, PartsFinder
+from segreuse_extras.compressed.orders import AnchorOrder, CopyOrder, ScoreOrder
 from segreuse_extras.copies import outside, rows, within
 from tests.cache.test_frozen import Pool, order
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.features.knowledge.frozen import FrozenPart, FrozenPool
-from vllm_segreuse.plan import NO_HALO, CopyOrder, Halo, Pieces, ScoreOrder
+from vllm_segreuse.plan import NO_HALO, Halo, Pieces
 
 SIZE = 4
 

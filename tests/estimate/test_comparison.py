@@ -124,35 +124,35 @@ def test_requests_are_one_by_one_unless_they_have_times_or_company() -> None:
 def test_as_many_arrive_as_may_run() -> None:
     replaying = run(Pace(LAYERS, 0, concurrency=3), *[asked(9)] * 5)
     arrived = []
-    for index in replaying._arriving():
+    for index in replaying.arriving():
         arrived.append(index)
-        replaying._live[str(index)] = Of()
+        replaying.live[str(index)] = Of()
     assert arrived == [0, 1, 2]
-    del replaying._live["1"]
-    assert next(replaying._arriving()) == 3
+    del replaying.live["1"]
+    assert next(replaying.arriving()) == 3
 
 
 def test_requests_with_times_wait_for_these_unless_nothing_runs() -> None:
     times = (5.0, 5.0, 7.0, 7.5)
     replaying = run(Pace(LAYERS, 0, tokens_per_s=1.0), *(asked(9, time_s=it) for it in times))
-    assert [*replaying._arriving()] == [0, 1], "the clock goes on to the first"
-    replaying._live["0"] = Of()
-    assert [*replaying._arriving()] == []
-    replaying._clock_s = 7.0
-    assert [*replaying._arriving()] == [2]
-    replaying._live.clear()
-    assert [*replaying._arriving()] == [3]
-    assert replaying._clock_s == 7.5
+    assert [*replaying.arriving()] == [0, 1], "the clock goes on to the first"
+    replaying.live["0"] = Of()
+    assert [*replaying.arriving()] == []
+    replaying.clock_s = 7.0
+    assert [*replaying.arriving()] == [2]
+    replaying.live.clear()
+    assert [*replaying.arriving()] == [3]
+    assert replaying.clock_s == 7.5
 
 
 def test_a_step_carries_out_the_oldest_spread_plan_first() -> None:
     replaying = run(Pace(LAYERS, 10))
-    replaying._spread = {"a": 15, "b": 4, "c": 3}
-    assert replaying._go_on() == ([], 10)
-    assert replaying._go_on() == (["a", "b"], 10)
-    assert replaying._spread == {"c": 2}
-    assert replaying._go_on() == (["c"], 2)
-    assert replaying._go_on() == ([], 0)
+    replaying.spread = {"a": 15, "b": 4, "c": 3}
+    assert replaying.go_on() == ([], 10)
+    assert replaying.go_on() == (["a", "b"], 10)
+    assert replaying.spread == {"c": 2}
+    assert replaying.go_on() == (["c"], 2)
+    assert replaying.go_on() == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,5 @@ def test_an_answer_alone_is_generated_at_once_but_for_its_last_token(
     for concurrency, expected in ((1, alone), (2, company)):
         replaying = run(Pace(LAYERS, 0, concurrency), asked(9, answer=4))
         tokens = {"num_tokens": 9 + generated, "num_output_tokens": generated}
-        replaying._live["0"] = Of(num_computed_tokens=computed, **tokens)
+        replaying.live["0"] = Of(num_computed_tokens=computed, **tokens)
         assert replaying._next_tokens("0") == expected

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.integrity import frozen_parts
+from segreuse_extras.compressed.orders import CopyOrder, ScoreOrder
 from vllm_segreuse.cache.namespace import NamespaceTable
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
@@ -26,7 +27,7 @@ from vllm_segreuse.features.knowledge.kept import KeepingTier
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import Store
 from vllm_segreuse.options.parsing import COPY, EXTRA_KEYS, FREEZE, SCORE
-from vllm_segreuse.plan import CopyOrder, FreezeOrder, ScoreOrder
+from vllm_segreuse.plan import FreezeOrder
 from vllm_segreuse.scheduling.health import Health
 
 BLOCK_SIZE = 4

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
 from bench.integrity import check_integrity
+from segreuse_extras.compressed.orders import CopyOrder
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
 from vllm_segreuse.features.knowledge.chunks import Shape, lengths_of, num_blocks, shape_for
-from vllm_segreuse.features.knowledge.compressing import joined, work_for
 from vllm_segreuse.features.knowledge.compression import CompressionSettings
 from vllm_segreuse.features.knowledge.errors import (
     ConflictError,
@@ -34,8 +34,8 @@ from vllm_segreuse.features.knowledge.errors import (
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import DocumentRecord, Store
+from vllm_segreuse.features.knowledge.work import joined, work_for
 from vllm_segreuse.options.parsing import COPY, SCORE
-from vllm_segreuse.plan import CopyOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
 HALF = CompressionSettings(0.5, "attention")

@@ -21,7 +21,6 @@ from vllm_segreuse.features.knowledge import service as service_module
 from vllm_segreuse.features.knowledge import store
 from vllm_segreuse.features.knowledge.catalogue import Catalogue
 from vllm_segreuse.features.knowledge.chunks import Shape
-from vllm_segreuse.features.knowledge.compressing import Work
 from vllm_segreuse.features.knowledge.engine import NotFrozenError
 from vllm_segreuse.features.knowledge.errors import (
     ConflictError,
@@ -35,6 +34,7 @@ from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, W
 from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
 from vllm_segreuse.features.knowledge.store import Store
 from vllm_segreuse.features.knowledge.warming import Urgency, Warming, WarmingStatus
+from vllm_segreuse.features.knowledge.work import Work
 from vllm_segreuse.plan import FreezeOrder
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)

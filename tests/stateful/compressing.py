@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from bench.integrity import frozen_parts
-from segreuse_extras.compressed.anchor_order import AnchorOrder
+from segreuse_extras.compressed.orders import AnchorOrder, CopyOrder, ScoreOrder
 from tests.parts import parts_of
-from vllm_segreuse.plan import CopyOrder, FreezeOrder, ScoreOrder
+from vllm_segreuse.plan import FreezeOrder
 
 if TYPE_CHECKING:
     from tests.stateful.world import World

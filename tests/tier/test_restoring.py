@@ -13,22 +13,14 @@ import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request, RequestStatus
 
+from segreuse_extras.compressed.orders import CopyOrder, ScoreOrder
 from tests.parts import parts_of
 from tests.test_scheduler import DOCUMENT, LORA, OPTIONS, SIZE
 from tests.tier.test_scheduler_side import EXPLAIN, Tiered
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.features.knowledge.frozen import FrozenPart
-from vllm_segreuse.plan import (
-    CopyOrder,
-    FreezeOrder,
-    Pieces,
-    PlanOutcome,
-    ReusePlan,
-    ScoreOrder,
-    Tier,
-    TierDone,
-)
+from vllm_segreuse.plan import FreezeOrder, Pieces, PlanOutcome, ReusePlan, Tier, TierDone
 
 PROMPT = [*DOCUMENT, 9]
 BLOCKS = len(DOCUMENT) // SIZE

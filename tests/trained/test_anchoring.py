@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segreuse_extras.compressed.anchor_order import AnchorOrder
+from segreuse_extras.compressed.orders import AnchorOrder
 from segreuse_extras.trained.anchors import AnchorNames, Anchors
 from segreuse_extras.trained.documents import LaidOutDocuments
 from segreuse_extras.trained.layout import Layout, Names

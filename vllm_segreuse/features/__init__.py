@@ -8,6 +8,7 @@
     worker.py       its half in a worker (`prefill/feature.py`); this and the next may import torch
     stages.py       what binds a worker to other pipeline stages (`prefill/checks.py`)
     api.py          routes of the administrator
+    compress.py     documents of knowledge bases of which a share is kept
     documents.py    documents of knowledge bases that its models see alone (`features/knowledge/`)
     front.py        its half in an API server (`serve/front.py`)
     checks.py       what it refuses of requests before an engine gets them (`serve/requests.py`)

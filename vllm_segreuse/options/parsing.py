@@ -55,7 +55,8 @@ class ParsedRequest(NamedTuple):
         extra_keys: the request's namespace, or None: it neither reuses nor donates.
         options: resolved options of the request.
         freeze: the server's own order to freeze its blocks (`plan.FreezeOrder.encode`).
-        score, copy, anchors: its orders to compress a document (`plan/compression.py`), encoded.
+        score, copy, anchors: its orders to compress a document, encoded
+            (`segreuse_extras/compressed/orders.py`).
         documents: compressed documents that the request names, in the order of its prompt.
     """
 

@@ -6,7 +6,6 @@ Free of torch and vLLM: policies and the planner run in the scheduler's process.
 
 from vllm_segreuse.plan.arrays import BoolArray, Fates, FloatArray, IntArray
 from vllm_segreuse.plan.check import NO_HALO, Check, Halo
-from vllm_segreuse.plan.compression import CopyOrder, ScoreOrder
 from vllm_segreuse.plan.freezing import FreezeOrder
 from vllm_segreuse.plan.images import Image, Images
 from vllm_segreuse.plan.messages import Message
@@ -37,7 +36,6 @@ __all__ = [
     "BoolArray",
     "Boundary",
     "Check",
-    "CopyOrder",
     "Counts",
     "Deviation",
     "Fate",
@@ -60,7 +58,6 @@ __all__ = [
     "Recipe",
     "Restoration",
     "ReusePlan",
-    "ScoreOrder",
     "Segments",
     "Staged",
     "Stock",

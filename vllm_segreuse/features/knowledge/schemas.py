@@ -40,7 +40,8 @@ Context = Literal["siblings", "none"]
 its base, or nothing."""
 
 Scorer = Literal["attention", "surprise", "uniform"]
-"""What says which tokens of a compressed document are kept (`compressing.py`)."""
+"""What says which tokens of a compressed document are kept
+(`segreuse_extras/compressed/compress.py`)."""
 
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 

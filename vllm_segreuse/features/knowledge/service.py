@@ -30,7 +30,6 @@ from vllm_segreuse.features.knowledge.answers import Answers, engines_of
 from vllm_segreuse.features.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
 from vllm_segreuse.features.knowledge.changes import UNREADABLE, Change, Changes
 from vllm_segreuse.features.knowledge.chunks import Shape
-from vllm_segreuse.features.knowledge.compressing import Work, work_for
 from vllm_segreuse.features.knowledge.database import IN_MEMORY
 from vllm_segreuse.features.knowledge.engine import Engine, fingerprint
 from vllm_segreuse.features.knowledge.errors import (
@@ -48,6 +47,7 @@ from vllm_segreuse.features.knowledge.scheduler_state import SchedulerState, Use
 from vllm_segreuse.features.knowledge.store import BaseRecord, DocumentRecord, Store, Tokens
 from vllm_segreuse.features.knowledge.texts import DocumentTexts
 from vllm_segreuse.features.knowledge.warming import AT_ONCE, Urgency, Warming
+from vllm_segreuse.features.knowledge.work import Work, work_for
 from vllm_segreuse.options.parsing import DOCUMENTS
 from vllm_segreuse.options.server import ServerOptions
 

@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from vllm_segreuse.features import having
 from vllm_segreuse.features.knowledge.changes import UNREADABLE
-from vllm_segreuse.features.knowledge.compressing import Work, compress, joined
 from vllm_segreuse.features.knowledge.engine import Engine, NotFrozenError
 from vllm_segreuse.features.knowledge.store import Tokens
+from vllm_segreuse.features.knowledge.work import Work, joined
 from vllm_segreuse.plan import FreezeOrder
 
 logger = logging.getLogger("vllm.segreuse")
@@ -99,6 +100,7 @@ class Warming:
         self._unwanted: set[str] = set()
         self._refusals: dict[str, str] = {}
         self._said = ""
+        [self._compress] = (module.compress for module in having("compress"))
 
     def add(self, entry: str, urgency: Urgency) -> asyncio.Future[None]:
         """Have an entry computed; done when it was, or has failed.
@@ -270,6 +272,6 @@ class Warming:
         if work.compression is None:
             prompt = work.prompts[order.part].tolist()
             return await self._engine.compute(prompt, work.extra_key, order)
-        chosen, frozen = await compress(self._engine, work, order)
+        chosen, frozen = await self._compress(self._engine, work, order)
         kept.append(chosen)
         return frozen

@@ -3,6 +3,7 @@
 
 prompt of a score     | context | chunk | chunk once more | filler    the copy probes the chunk
 prompt of a copy      | kept tokens of the chunk | filler             moved from the chunk's blocks
+prompt with anchors   | start | anchors so far | chunk | its anchors        the last are kept
 """
 
 from __future__ import annotations
@@ -68,3 +69,33 @@ class CopyOrder(NamedTuple):
         if not kept or not ascending or kept[0] < 0 or kept[-1] >= len(source):
             raise ValueError(f"{len(kept)} positions of {len(source)} tokens are no order to copy")
         return cls(source, kept)
+
+
+class AnchorOrder(NamedTuple):
+    """Keep some of a prompt's tokens, computed behind what was kept of an entry so far.
+
+    Attributes:
+        entry: whose parts stand behind the first token, in order.
+        copied: tokens of these parts.
+        kept: tokens that are kept, from the first token of the order to freeze on.
+    """
+
+    entry: str
+    copied: int
+    kept: int
+
+    def encode(self) -> list[Any]:
+        """As a list, which sampling parameters can carry."""
+        return list(self)
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """The order that `encode` wrote.
+
+        Raises:
+            ValueError: it did not.
+        """
+        entry, copied, kept = value
+        if not entry or copied < 0 or kept < 1:
+            raise ValueError(f"{value!r} is no order to keep anchors")
+        return cls(entry, copied, kept)
