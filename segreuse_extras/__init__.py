@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features that plain reuse does without, in folders as those of `vllm_segreuse/features/`.
 
-    trained, compressed         models that were trained to see documents computed alone, and
-                                documents that such models compress
+    trained                     models that were trained to see documents computed alone
+    compressed                  documents that requests name, of which a share of the tokens is
+                                kept, or for which anchors stand
     images                      images in prompts, which are reused as a whole
     conversations, healing      what an earlier turn has moved: kept as it is, or computed anew
     coalescing                  equal prompts at once

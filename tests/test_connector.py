@@ -229,7 +229,7 @@ def test_the_half_is_made_once_vllm_has_its_manager(llama: Any, monkeypatch: Pat
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
     options, stats = SegReuseConfig(policy="shift"), made[0][3]
-    assert made == [(config, options, manager, stats, segment_group(caches), None, None)]
+    assert made == [(config, options, manager, stats, segment_group(caches), None)]
     assert_reports(subject, stats)
 
 
@@ -262,7 +262,7 @@ def test_with_a_second_tier_it_gets_the_region_that_the_workers_have_opened(
     subject = SegReuseConnector(config, SCHEDULER, caches)
     manager: Any = SimpleNamespace(block_pool=object())
     subject.bind_kv_cache_manager(manager)
-    assert made[0][-2] == "region"
+    assert made[0][-1] == "region"
     options = SegReuseConfig.from_options({"tier": {"host_gib": 2.5}}).tier
     assert opened == [(config, caches, options, None)]
     assert bound == [manager], "vLLM's own part of it has it, too"
