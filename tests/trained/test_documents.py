@@ -15,11 +15,12 @@ from segreuse_extras.trained import documents
 from segreuse_extras.trained.documents import LaidOutDocuments
 from segreuse_extras.trained.layout import Layout, Names, padded
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.features.knowledge.chunks import Shape
 from vllm_segreuse.features.knowledge.errors import InvalidError
 from vllm_segreuse.features.knowledge.isolated import isolated_documents
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase
-from vllm_segreuse.features.knowledge.service import KnowledgeService
+from vllm_segreuse.features.knowledge.service import KnowledgeService, start_service
 from vllm_segreuse.features.knowledge.store import Store
 from vllm_segreuse.plan import FreezeOrder
 
@@ -205,3 +206,26 @@ def test_a_tokenizer_that_loses_the_ends_of_a_document_makes_none(tokens: list[i
     other = LaidOutDocuments(NAMES, LAYOUT, lambda text: tokens)
     with pytest.raises(InvalidError, match="special tokens of documents"):
         other.tokens("ab", None, "documents.0")
+
+
+def test_the_service_of_such_a_model_computes_its_documents_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(documents, "layout_of", lambda model_config: LAYOUT)
+    monkeypatch.setattr(documents, "names_of", lambda model_config: NAMES)
+    engine = Engine()
+
+    async def test() -> None:
+        vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=65, hf_config=SimpleNamespace(to_dict=dict)),
+            cache_config=SimpleNamespace(block_size=BLOCK_SIZE),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        )
+        config = SegReuseConfig(knowledge_chunk_tokens=8)
+        service = await start_service(engine, vllm_config, config)
+        await service.create_base(CreateBase(name="b"))
+        await service.add("b", adding(a={"token_ids": [5] * 30}))
+        await service.close()
+
+    asyncio.run(test())
+    assert engine.prompts == [list(padded([901, *[5] * 30, 902], BLOCK_SIZE))]
