@@ -38,6 +38,12 @@ def continues(world: World, tracked: TrackedRequest) -> bool:
     return parts_of(world.side).conversations.found in tracked.method.left_behind
 
 
+def test_no_image_is_told_apart_where_documents_are_found_by_their_tokens() -> None:
+    assert World().side.parts.features.named("images") is not None
+    with pytest.raises(LookupError, match="does without 'images'"):
+        World(layout=LAYOUT).side.parts.features.named("images")
+
+
 def test_documents_of_a_trained_model_and_a_bypass_end_the_request() -> None:
     world = World(layout=LAYOUT)
     request = world.add(WITH_DOCUMENT, OPTIONS, sampling={"prompt_logprobs": 1})
