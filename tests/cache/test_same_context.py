@@ -124,6 +124,14 @@ def test_another_donors_block_does_not_continue_a_sequence() -> None:
     assert same_context(index, prompt, Pieces.from_table(rows)).tolist() == [True, False]
 
 
+def test_whoever_ends_there_does_not_stand_in_front_of_an_evicted_block() -> None:
+    index = index_of(text(5, 1), text(6, 1) + MORE)
+    index.remove([1])
+    prompt = prompt_of(text(5, 1) + MORE + [7])
+    rows = [[0, SIZE, 0, 0, 0], [SIZE, SIZE, 2, 0, SIZE]]
+    assert same_context(index, prompt, Pieces.from_table(rows)).tolist() == [True, False]
+
+
 SOME = st.lists(st.integers(1, 6), min_size=1, max_size=6)
 
 
