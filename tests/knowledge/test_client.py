@@ -275,8 +275,9 @@ def test_waiting_has_no_end_but_connecting_has() -> None:
     client = KnowledgeClient("http://x", TOKEN, timeout_s=9, transport=httpx.MockTransport(answer))
     client.warm("py", wait=True)
     client.warm("py")
-    assert [timeout["read"] for timeout in timeouts] == [None, 9]
-    assert [timeout["connect"] for timeout in timeouts] == [9, 9]
+    client.remove("py", "a")
+    assert [timeout["read"] for timeout in timeouts] == [None, 9, 9]
+    assert [timeout["connect"] for timeout in timeouts] == [9, 9, 9]
 
 
 def test_an_answer_of_another_program_is_recognised() -> None:
