@@ -183,10 +183,12 @@ def test_its_work_is_that_of_its_layers(
         (Boundary(), 1),
         (Boundary(2), 2),
         (Deviation(2), 3),
-        (ABOVE, LAYERS - 1),
-        # Drift is measured at all layers, and at all of them changes are carried.
-        (SUM, LAYERS),
-        (Probed(Gather.MAX, 0.1, carries=True), LAYERS),
+        # In two goes.
+        (ABOVE, 0),
+        (SUM, 0),
+        (Probed(Gather.MAX, 0.1, first_layer=LAYERS - 2, carries=True), 0),
+        # No layer from there on is scored.
+        (Probed(Gather.SUM, first_layer=LAYERS - 1), LAYERS),
         (Staged((3,)), LAYERS),
     ],
 )

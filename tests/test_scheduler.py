@@ -642,8 +642,9 @@ def test_between_pipeline_stages_every_plan_takes_several_steps() -> None:
 @pytest.mark.parametrize(
     ("policy", "dense", "stages", "reused"),
     [
-        ("focus", 0, 2, False),
-        ("focus", 0, 1, True),
+        ("focus", 0, 2, True),
+        ("prophet", 0, 4, True),
+        ("peaks", 0, 2, True),
         ("sparsex", 2, 2, True),
         ("sparsex", 3, 2, False),
         ("cacheblend", 1, 2, True),
@@ -651,7 +652,7 @@ def test_between_pipeline_stages_every_plan_takes_several_steps() -> None:
         ("epic", 0, 4, True),
     ],
 )
-def test_tokens_are_chosen_by_layers_of_the_first_stage_only(
+def test_tokens_are_chosen_by_layers_of_the_first_stage_or_between_two_goes(
     policy: str, dense: int, stages: int, reused: bool
 ) -> None:
     """The model has 4 layers."""

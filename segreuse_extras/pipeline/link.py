@@ -45,12 +45,14 @@ class StageMessage(NamedTuple):
         tokens: of the batch, of `STATES`.
         state: theirs.
         verdict: int32 `[]`, of `PLAN_ENDS`: a `PlanVerdict` of all stages so far.
+        figures: float32 `[n]`, of `PLAN_ENDS`: see `goes.Go`.
     """
 
     kind: MessageKind
     tokens: Index | None = None
     state: LayerState | None = None
     verdict: torch.Tensor | None = None
+    figures: torch.Tensor | None = None
 
 
 _Retained = tuple[Any, torch.Tensor]
@@ -96,14 +98,16 @@ class Link:
             # A copy: layers, and whoever collects chunks, write over what they were given.
             self._send(tensor.clone(), self._between_devices)
 
-    def send_plan_ends(self, verdict: torch.Tensor) -> None:
-        """All of a plan was handed on.
+    def send_plan_ends(self, verdict: torch.Tensor, figures: torch.Tensor) -> None:
+        """All of a plan's go was handed on.
 
         Args:
-            verdict: see `StageMessage`.
+            verdict, figures: see `StageMessage`.
         """
-        self._send_header(MessageKind.PLAN_ENDS)
+        self._send_header(MessageKind.PLAN_ENDS, len(figures))
         self._send(verdict.to(torch.int32), self._between_devices)
+        if len(figures):
+            self._send(figures, self._between_devices)
 
     def send_step_ends(self) -> None:
         """Nothing more of this step."""
@@ -117,7 +121,11 @@ class Link:
             return StageMessage(MessageKind.STEP_ENDS)
         if kind == MessageKind.PLAN_ENDS:
             verdict = torch.empty((), dtype=torch.int32, device=self._device)
-            return StageMessage(MessageKind.PLAN_ENDS, verdict=self._take_device(verdict, source))
+            self._take_device(verdict, source)
+            figures = torch.empty(count, device=self._device)
+            if count:
+                self._take_device(figures, source)
+            return StageMessage(MessageKind.PLAN_ENDS, verdict=verdict, figures=figures)
         if known:
             numbers = self._take(torch.empty(count, dtype=torch.int64), source)
             index = Index.known(numbers.numpy(), self._device)
@@ -132,22 +140,24 @@ class Link:
 
     # Back.
 
-    def send_verdicts(self, verdicts: list[PlanVerdict]) -> None:
-        """From the last stage to all others: of the plans that have ended in this step."""
-        for stage in range(self._own):
-            tensor = torch.tensor(verdicts, dtype=torch.int32)
-            self._back[-1].append(self._sent(tensor, self._between_hosts, stage))
+    def send_endings(self, numbers: torch.Tensor) -> None:
+        """From the last stage to all others: of the plans whose go has ended in this step.
 
-    def receive_verdicts(self, count: int) -> list[PlanVerdict]:
-        """What the last stage has sent of as many plans; waits for it."""
-        verdicts = torch.empty(count, dtype=torch.int32)
-        return [PlanVerdict(it) for it in self._take(verdicts, len(self._ranks) - 1).tolist()]
+        Args:
+            numbers: float64 `[n]`, on the host (`endings.pack`).
+        """
+        for stage in range(self._own):
+            self._back[-1].append(self._sent(numbers, self._between_hosts, stage))
+
+    def receive_endings(self, count: int) -> torch.Tensor:
+        """So many numbers of those that the last stage has sent; waits for them."""
+        return self._take(torch.empty(count, dtype=torch.float64), len(self._ranks) - 1)
 
     def end_step(self) -> None:
         """Let go of what has been taken.
 
         What went forward in the step before has been, or is about to be: the next stage waits for
-        nothing behind it. Verdicts are read as many steps later as there are stages, and after as
+        nothing behind it. Endings are read as many steps later as there are stages, and after as
         many again vLLM has ended that step everywhere.
         """
         for sent in (self._forward, self._back):

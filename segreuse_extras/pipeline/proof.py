@@ -7,9 +7,11 @@ import math
 
 import torch
 
+from segreuse_extras.pipeline.goes import Go, first_go
 from segreuse_extras.pipeline.link import Link
 from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.model.modules import UnsupportedModelError
+from vllm_segreuse.prefill import programs
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.layer_runner import LayerRunner
@@ -63,24 +65,45 @@ def exchange(scratch: Scratch, link: Link) -> LayerState | None:
     return handed
 
 
-class Following:
-    """Carries out plans of scratch tokens on a later stage, in the place of programs.
+class Rehearsal:
+    """Carries out plans of scratch tokens on one stage, in the place of programs: all of their
+    goes, by what this stage alone would choose.
 
     Args:
-        scratch: has what enters.
+        scratch: has what enters a later stage.
     """
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
 
     def __call__(self, layers: LayerRunner, batch: Batch) -> Chunks[Computed]:
-        """What is always computed, and the first tokens that the first stage might choose."""
+        """The plan of a batch. Returns what its last go has computed."""
+        [plan] = batch.plans
+        nothing = torch.zeros(0, device=batch.always.device.device)
+        go: Go | None = first_go(layers, plan, batch)
+        while go is not None:
+            if layers.stage.is_first:
+                computed = yield from (go.run or programs.run)(layers, batch)
+            else:
+                computed = yield from self._follow(layers, batch, go)
+            go = go.then(go.answer(go.figures(nothing)).cpu().numpy())
+        return computed
+
+    def _follow(self, layers: LayerRunner, batch: Batch, go: Go) -> Chunks[Computed]:
         assert self._scratch.entering is not None
-        most = sum(plan.recipe.top_k for plan in batch.plans)
-        chosen = torch.from_numpy(batch.may_be_chosen).nonzero()[:most, 0]
-        index = torch.cat([batch.always.device.cpu(), chosen]).unique()
-        active = Index.known(index.numpy(), batch.always.device.device)
+        active = go.tokens(batch)
+        if active is None:
+            active = _might_be_computed(batch)
         positions = batch.tokens.take(active).positions
-        state = layers.follow(active, self._scratch.entering.take(positions), batch)
+        entering = self._scratch.entering.take(positions)
+        state = layers.follow(active, entering, batch, go.watching)
         yield len(active) * len(layers.stack)
         return active.device, state
+
+
+def _might_be_computed(batch: Batch) -> Index:
+    """What is always computed, and the first tokens that the first stage might choose."""
+    most = sum(plan.recipe.top_k for plan in batch.plans)
+    chosen = torch.from_numpy(batch.may_be_chosen).nonzero()[:most, 0]
+    index = torch.cat([batch.always.device.cpu(), chosen]).unique()
+    return Index.known(index.numpy(), batch.always.device.device)

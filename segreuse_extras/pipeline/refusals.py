@@ -132,8 +132,8 @@ def _option_faults(vllm_config: VllmConfig, config: ServerOptions) -> list[tuple
             needed > first,
             f"{by} leaves {first} of {layers.count} layers to the first stage, and policy: "
             f"{config.policy} needs {needed} to choose tokens (dense_layers: "
-            f"{config.dense_layers}); set policy to sparsex with fewer dense_layers, or to "
-            "cacheblend, epic, shift or exact",
+            f"{config.dense_layers}); set policy to focus, epic, shift or exact, or to sparsex or "
+            "cacheblend with fewer dense_layers",
         ),
     ]
 

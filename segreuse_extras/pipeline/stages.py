@@ -9,7 +9,7 @@ import torch
 
 from segreuse_extras.pipeline.backlog import StageBacklog
 from segreuse_extras.pipeline.link import Link
-from segreuse_extras.pipeline.proof import Following, HandedStates, exchange
+from segreuse_extras.pipeline.proof import HandedStates, Rehearsal, exchange
 from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.prefill.backlog import Backlog
 from vllm_segreuse.prefill.checks import PassParts, prove_parts
@@ -38,14 +38,13 @@ class LinkedStages:
         return exchange(scratch, self._link)
 
     def proven(self, parts: PassParts) -> tuple[SparsePrefill, float]:
-        layers, stage = parts.layers(), parts.structure.stage
+        layers = parts.layers()
         prefill = SparsePrefill(layers, parts.aligner)
-        if not stage.is_first:
-            prefill = SparsePrefill(layers, parts.aligner, run_program=Following(parts.scratch))
+        rehearsed = SparsePrefill(layers, parts.aligner, run_program=Rehearsal(parts.scratch))
         if parts.handed is None:
-            return prefill, prove_parts(parts, prefill)
+            return prefill, prove_parts(parts, rehearsed)
         compared = layers.onward = HandedStates(parts.handed)
-        deviation = prove_parts(parts, prefill)
+        deviation = prove_parts(parts, rehearsed)
         require_equal(
             "what a pass hands to the next pipeline stage",
             compared.worst,

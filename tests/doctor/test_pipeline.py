@@ -27,8 +27,8 @@ def diagnosed(folder: Path, **changes: Any) -> Diagnosis:
 
 def test_the_doctor_knows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    [reason] = diagnosed(tmp_path).reasons
-    assert "policy: focus needs 32 to choose tokens (dense_layers: 0.15); set policy to" in reason
-    found = diagnosed(tmp_path, policy="sparsex")
+    [reason] = diagnosed(tmp_path, policy="sparsex", dense_layers=20).reasons
+    assert "policy: sparsex needs 20 to choose tokens (dense_layers: 20); set policy to" in reason
+    found = diagnosed(tmp_path)
     assert found.reasons == ()
     assert found.works

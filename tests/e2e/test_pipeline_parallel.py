@@ -42,14 +42,22 @@ WAYS = {
     "hybrid": SPARSEX | {"segreuse_recompute_ratio": 0.2, "segreuse_dense_layers": 1},
     "cacheblend": BASE | {"segreuse_policy": "cacheblend", "segreuse_recompute_ratio": 0.3},
     "exact": BASE | {"segreuse_policy": "exact"},
+    "focus": BASE | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 0.3},
+    "focus by its own budget": BASE | {"segreuse_policy": "focus"},
+    "focus too far off": BASE | {"segreuse_policy": "focus", "segreuse_max_drift": 1e-6},
+    "prophet": BASE | {"segreuse_policy": "prophet", "segreuse_recompute_ratio": 0.3},
+    "peaks": BASE | {"segreuse_policy": "peaks", "segreuse_recompute_ratio": 0.3},
     "everything by epic": BASE | {"segreuse_policy": "epic", "segreuse_recompute_ratio": 1.0},
     "everything": SPARSEX | {"segreuse_recompute_ratio": 1.0},
     "everything behind all layers of a stage": SPARSEX
     | {"segreuse_recompute_ratio": 1.0, "segreuse_dense_layers": 2},
     "everything by cacheblend": BASE
     | {"segreuse_policy": "cacheblend", "segreuse_recompute_ratio": 1.0},
+    "everything by focus": BASE | {"segreuse_policy": "focus", "segreuse_recompute_ratio": 1.0},
+    "everything by prophet": BASE | {"segreuse_policy": "prophet", "segreuse_recompute_ratio": 1.0},
 }
 EVERYTHING = [way for way in WAYS if way.startswith("everything")]
+BEHIND_FIRST = SPARSEX | {"segreuse_dense_layers": 3}
 STAGES = (0, 1)
 COMPUTING = "segreuse_extras.pipeline.backlog.StageBacklog._compute"
 CHUNK = 24
@@ -139,9 +147,9 @@ def pipeline_engine(answers: Path) -> None:
     """Write the answers of an engine of two stages, one core each; then break it for good."""
     with staged_engine() as running:
         found = ask_every_way(running)
-        asking = AskingOfStages(running, WAYS | {"focus": BASE | {"segreuse_policy": "focus"}})
-        asking.cache("focus")
-        found["focus"] = asking.ask("focus")
+        asking = AskingOfStages(running, WAYS | {"behind": BEHIND_FIRST})
+        asking.cache("behind")
+        found["behind"] = asking.ask("behind")
         for stage in STAGES:
             found[f"broken {stage}"] = asking.ask_broken("sparse", stage)
             found[f"spoilt {stage}"] = spoilt(asking, stage)
@@ -200,7 +208,7 @@ def test_only_what_is_exact_is_found_by_its_name(
 def test_what_chooses_behind_the_first_stage_is_not_reused(
     two_stages: Answers, one_stage: Answers
 ) -> None:
-    for ours, plain in zip(two_stages["focus"], one_stage["plain"], strict=True):
+    for ours, plain in zip(two_stages["behind"], one_stage["plain"], strict=True):
         assert ours.report["bypass_reason"] == "chooses_behind_first_stage"
         assert_same(ours, plain, NOISE)
 

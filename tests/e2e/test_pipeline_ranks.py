@@ -23,7 +23,7 @@ from tests.e2e.test_equality import assert_same
 from tests.e2e.test_pipeline_parallel import WAYS, AskingOfStages, staged_engine
 
 MODULE = "tests.e2e.test_pipeline_ranks"
-SOME = {way: WAYS[way] for way in ("plain", "shift", "sparse", "cacheblend", "everything")}
+SOME = {way: WAYS[way] for way in ("plain", "shift", "sparse", "focus", "everything by focus")}
 RANK = 3
 """The second of the last stage: vLLM hears of none of its errors."""
 

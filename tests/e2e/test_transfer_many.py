@@ -4,6 +4,7 @@ one engine, and approximate KV never has an exact name."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def cases(folder: Path) -> list[tuple[str | None, Case]]:
 
 
 def test_many_requests_of_every_policy_answer_as_on_one_engine(
-    cases: list[tuple[str | None, Case]], folder: Path
+    cases: list[tuple[str | None, Case]], folder: Path, record_property: Any
 ) -> None:
     """And after each the decode engine names exactly the blocks in front of the approximate
     ones."""
@@ -83,7 +84,8 @@ def test_many_requests_of_every_policy_answer_as_on_one_engine(
             decoding.reset()
             answer = check_answer(decoding, folder, case)
             same.append(answer.logprobs == case.whole.logprobs)
-    print(f"{sum(same)} of {len(same)} answers are the same to the last bit")
+    record_property("requests", len(same))
+    record_property("answers that are the same to the last bit", sum(same))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -14,6 +14,7 @@ from tests.test_supported import Changed, config
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine.stage import Stage, layers_of_stages, stage_of
 from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.policies import POLICIES
 
 LAYERS, OF_FIRST = 12, 4
 STAGED = {"pipeline_parallel_size": 3}
@@ -40,8 +41,9 @@ def options(**changes: Any) -> SegReuseConfig:
 
 
 def test_plain_engines_start_in_stages(llama: Any) -> None:
-    for policy in ("shift", "epic", "exact", "cacheblend", "sparsex"):
+    for policy in POLICIES:
         check(engine(llama), options(policy=policy))
+    check(engine(llama), SegReuseConfig.from_options({}))
     one = engine(llama, parallel={"pipeline_parallel_size": 1}, runs_v2=True)
     check(one, SegReuseConfig.from_options({}))
 
@@ -93,9 +95,6 @@ def test_what_is_not_proven_of_the_options_is_refused(
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
-        ({"policy": "auto"}, LAYERS),
-        ({"policy": "prophet"}, LAYERS),
-        ({"policy": "peaks"}, LAYERS - 1),
         ({"policy": "sparsex", "dense_layers": OF_FIRST + 1}, OF_FIRST + 1),
         ({"policy": "cacheblend", "dense_layers": OF_FIRST}, OF_FIRST + 1),
     ],
@@ -113,7 +112,7 @@ def test_policies_that_choose_behind_the_first_stage_are_refused(
 
 def test_all_reasons_are_kept(llama: Any) -> None:
     with pytest.raises(RefusedError) as found:
-        check(engine(llama, lora=LoRAConfig()), options(policy="focus", tier={"host_gib": 1}))
+        check(engine(llama, lora=LoRAConfig()), options(policy="sparsex", dense_layers=5, tier={"host_gib": 1}))
     assert len(found.value.reasons) == 3
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages carry plans out in the same steps, and report together how they have ended."""
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -13,8 +12,8 @@ import torch
 
 from segreuse_extras.pipeline import backlog as module
 from segreuse_extras.pipeline.backlog import StageBacklog
-from segreuse_extras.pipeline.link import MessageKind, PlanVerdict, StageMessage
 from segreuse_extras.pipeline.proof import HandedStates
+from tests.prefill.staged import Backlogs, Pipe
 from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.model.modules import UnsupportedModelError
@@ -42,41 +41,6 @@ def plan(name: str, tokens: int) -> ReusePlan:
     )
 
 
-class Pipe:
-    """`Link` in one process: whoever would have to wait for a message fails."""
-
-    def __init__(
-        self, stage: Stage, forward: list[deque[StageMessage]], back: list[deque[Any]]
-    ) -> None:
-        self._stage, self._forward, self._back = stage, forward, back
-
-    def send_states(self, index: Index, state: LayerState) -> None:
-        message = StageMessage(MessageKind.STATES, index, state.clone())
-        self._forward[self._stage.number].append(message)
-
-    def send_plan_ends(self, verdict: torch.Tensor) -> None:
-        message = StageMessage(MessageKind.PLAN_ENDS, verdict=verdict.to(torch.int32))
-        self._forward[self._stage.number].append(message)
-
-    def send_step_ends(self) -> None:
-        self._forward[self._stage.number].append(StageMessage(MessageKind.STEP_ENDS))
-
-    def end_step(self) -> None:
-        pass
-
-    def receive(self) -> StageMessage:
-        return self._forward[self._stage.number - 1].popleft()
-
-    def send_verdicts(self, verdicts: list[PlanVerdict]) -> None:
-        for stage in range(self._stage.number):
-            self._back[stage].append(list(verdicts))
-
-    def receive_verdicts(self, count: int) -> list[PlanVerdict]:
-        verdicts = self._back[self._stage.number].popleft()
-        assert len(verdicts) == count
-        return verdicts
-
-
 class Prefill:
     """`SparsePrefill` and `LayerRunner` without a model: states are numbers of tokens."""
 
@@ -92,13 +56,15 @@ class Prefill:
         if one.request_id in self.fails:
             self.fails.remove(one.request_id)
             raise ArithmeticError
-        return SimpleNamespace(batches=[SimpleNamespace(plans=plans, name=one.request_id)])
+        sound = torch.ones(1, dtype=torch.bool)
+        batch = SimpleNamespace(plans=plans, name=one.request_id, sound=sound)
+        return SimpleNamespace(batches=[batch])
 
     @contextmanager
     def after_forward(self) -> Iterator[None]:
         yield
 
-    def compute_batch(self, batch: Any) -> Chunks[Computed]:
+    def compute_batch(self, batch: Any, run: None) -> Chunks[Computed]:
         count, name = batch.plans[0].num_tokens, batch.name
         for first in range(0, count, CHUNK):
             chunk = np.arange(first, min(count, first + CHUNK))
@@ -107,13 +73,13 @@ class Prefill:
             self._pipe.send_states(Index.known(chunk, CPU), self._spoilt(name, state))
             yield len(chunk)
         fine = torch.ones(1, dtype=torch.bool)
-        batch.sound, batch.drift = fine, torch.full((1,), torch.nan)
+        batch.drift = torch.full((1,), torch.nan)
         batch.boundary_drifts = torch.zeros(0)
         batch.num_active = lambda active: torch.tensor([count])
         batch.positions = lambda active, wanted: dict.fromkeys(wanted, (1, 2))
         return Computed(batch, torch.arange(count), fine)
 
-    def follow(self, index: Index, handed: LayerState, batch: Any) -> LayerState:
+    def follow(self, index: Index, handed: LayerState, batch: Any, watching: None) -> LayerState:
         self.seen.append((batch.name, index.device.tolist()))
         assert torch.equal(handed.hidden_states[:, 0].nan_to_num(), index.device.float())
         state = self._spoilt(batch.name, handed)
@@ -133,44 +99,18 @@ class Prefill:
         return LayerState(hidden, None)
 
 
-class Stages:
-    """All of them, in one process."""
+class Stages(Backlogs):
+    """Without a model."""
 
     def __init__(self, count: int, step_work: int = 2 * CHUNK) -> None:
-        forward: list[deque[StageMessage]] = [deque() for _ in range(count)]
-        back: list[deque[Any]] = [deque() for _ in range(count)]
-        self.prefills, self.backlogs = [], []
+        super().__init__(count)
+        self.prefills = []
         for number in range(count):
             stage = Stage(number, count, number, number + 1, count)
-            pipe = Pipe(stage, forward, back)
+            pipe = self.pipe(stage)
             prefill: Any = Prefill(stage, pipe)
             self.prefills.append(prefill)
             self.backlogs.append(StageBacklog(prefill, step_work, stage, pipe, lambda: 0.0))
-        self.pipes = forward, back
-
-    def step(self, *plans: ReusePlan, ends: tuple[str, ...] = ()) -> tuple[set[str], set[str]]:
-        """A step of vLLM's, stage by stage; every stage must say the same.
-
-        Returns:
-            Requests that were dropped, and those that are done.
-        """
-        said, self.reports = [], []
-        for each in self.backlogs:
-            each.take(list(plans))
-            dropped = each.drop(ends)
-            self.reports.append({} if each.is_empty else each.advance())
-            said.append((dropped, set(self.reports[-1])))
-        assert all(one == said[0] for one in said), said
-        assert not any(self.pipes[0]), "a message of this step was not taken in it"
-        return said[0]
-
-    def until_idle(self) -> list[set[str]]:
-        done: list[set[str]] = []
-        for _ in range(50):
-            if all(each.is_empty for each in self.backlogs):
-                return done
-            done.append(self.step()[1])
-        raise AssertionError("plans starve")
 
     @property
     def seen(self) -> list[list[tuple[str, list[int]]]]:

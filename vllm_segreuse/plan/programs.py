@@ -268,11 +268,10 @@ class Probed(Program):
         return layers.scored_from(self.first_layer)
 
     def layers_before_choice(self, layers: ModelLayers) -> int:
-        """Up to the last scored one; all, where each layer's moved KV is compared with what is
-        recomputed."""
-        if self.measures_drift or self.carries:
-            return layers.count
-        return self.scored_layers(layers)[-1] + 1
+        """None: stages carry it out in two goes through all layers, whose tokens are known before
+        each (`segreuse_extras/pipeline/goes.py`). All, where no layer from the first one on is
+        scored: by which of the others it chooses, no stage knows."""
+        return layers.count if layers.scored[-1] < self.first_layer else 0
 
     def cost(self, counts: Counts, layers: ModelLayers) -> int:
         """Probes also pass the layers up to the last scored one, before the choice."""

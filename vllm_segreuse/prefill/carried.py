@@ -57,8 +57,8 @@ class CarriedChanges(Watching):
     """Changes keys and values of reused tokens while others of their segments are recomputed.
 
     By the time a layer attends to a chunk, its keys and values are written, and what stood there
-    before was read while the layer before attended. The last layer's output is nobody's input, so
-    it is left.
+    before was read while the layer before attended. What leaves the model's last layer is nobody's
+    input, so that is left.
 
     Args:
         layers: of the model.
@@ -67,7 +67,7 @@ class CarriedChanges(Watching):
     """
 
     def __init__(self, layers: LayerRunner, batch: Batch, computed: Index) -> None:
-        self._layers = layers.known[:-1]
+        self._layers = layers.known[: len(layers.known) - layers.stage.is_last]
         super().__init__([layer.attention for layer in self._layers])
         device = computed.device.device
         runs = batch.runs_of_candidates
@@ -88,7 +88,8 @@ class CarriedChanges(Watching):
         self._turning_alike = layers.turning_alike
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of_chunk: dict[tuple[int, int], list[Carried]] = {}
-        self._first = self._moved = self._read(0, slice(None))
+        # The last of several pipeline stages may have that layer alone.
+        self._first = self._moved = self._read(0, slice(None)) if self._layers else []
 
     def _side(
         self,

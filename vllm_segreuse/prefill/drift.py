@@ -85,14 +85,22 @@ class MovedValues:
         sample = [part[::step] for part, step in zip(parts, steps, strict=True)]
         self._counts = [part.numel() for part in sample]
         self._sample = torch.cat(sample)
+        everywhere = spread_over(len(layers))
+        self._compared = layers.own(everywhere)
+        self._share = len(self._compared) / len(everywhere)
         self._moved = self._values()
 
     def drift(self) -> torch.Tensor:
         """Drift of each plan, float64 `[plans]`, equal on all ranks; 0 where nothing was chosen.
-        To be called once they are recomputed."""
+        To be called once they are recomputed. Of a pipeline stage its part: the sum over all of
+        them is the drift."""
         totals = summed_differences(self._moved, self._values(), self._counts, self._sample.device)
         factors = [
-            plan.num_segments_to_choose_of * PER_TOKENS / max(1, count) / max(1, chosen)
+            plan.num_segments_to_choose_of
+            * PER_TOKENS
+            / max(1, count)
+            / max(1, chosen)
+            * self._share
             for plan, count, chosen in zip(
                 self._batch.plans, self._counts, self._chosen, strict=True
             )
@@ -100,7 +108,7 @@ class MovedValues:
         return totals * upload(np.array(factors), totals.device)
 
     def _values(self) -> list[torch.Tensor]:
-        known = [self._layers.known[layer] for layer in spread_over(len(self._layers.known))]
+        known = [self._layers.known[layer] for layer in self._compared]
         slots = {it.table: self._batch.slots(self._sample, it.table) for it in known}
         return [pick_tokens(it.pages, it.layout.values, slots[it.table]) for it in known]
 

@@ -195,9 +195,13 @@ class SparsePrefill:
         ]
 
     @torch.inference_mode()
-    def compute_batch(self, batch: Batch) -> Chunks[Computed]:
-        """Run plans of one program, and the draft on what it has computed."""
-        run = self._run_program or programs.run
+    def compute_batch(self, batch: Batch, run: RunProgram | None = None) -> Chunks[Computed]:
+        """Run plans of one program, and the draft on what it has computed.
+
+        Args:
+            run: computes the batch; None: as all others are.
+        """
+        run = run or self._run_program or programs.run
         active, state = yield from run(self.runner, batch)
         if self._drafts is not None:
             yield from self._drafts.run(batch, active, state)

@@ -5,7 +5,7 @@ pay to keys of the cache."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -108,7 +108,7 @@ class LayerRunner:
         stack, attention, settings, states, stage: as given.
         known: what is known of the attention of each layer.
         turning_alike: of each layer, the first one whose keys turn as its own do.
-        model: the layers, as programs see them.
+        model: the layers, as programs see them; of the scored ones those that the stack has.
         layouts: page layout of each layer.
         own_layers: those that the stack has.
         graphs: by which compiled passes run where one is large enough; set once they are proven.
@@ -135,7 +135,8 @@ class LayerRunner:
         self.own_layers = model_layers(
             [layer.kind for layer in layers], len(stack.behind), self.stage.is_last
         )
-        self.model = replace(self.own_layers, count=self.stage.num_layers)
+        scored = tuple(self.stage.first + layer for layer in self.own_layers.scored)
+        self.model = replace(self.own_layers, count=self.stage.num_layers, scored=scored)
         self.layouts = [layer.layout for layer in layers]
         self.known = layers
         self.turning_alike = [
@@ -146,6 +147,11 @@ class LayerRunner:
 
     def __len__(self) -> int:
         return self.stage.num_layers
+
+    def own(self, layers: Iterable[int]) -> list[int]:
+        """Of some layers of the model those that the stack has, by their number there."""
+        first, stop = self.stage.first, self.stage.stop
+        return [layer - first for layer in layers if first <= layer < stop]
 
     def run(
         self,
@@ -201,7 +207,9 @@ class LayerRunner:
         if self.onward is not None:
             self.onward.send_states(batch.index_of(chunk), state)
 
-    def follow(self, index: Index, handed: LayerState, batch: Batch) -> LayerState:
+    def follow(
+        self, index: Index, handed: LayerState, batch: Batch, watching: Watching | None = None
+    ) -> LayerState:
         """All layers of a later stage on tokens that an earlier one hands on, and further on from
         here.
 
@@ -209,6 +217,7 @@ class LayerRunner:
             index: the tokens.
             handed: what the model is given of them; it is spent.
             batch: the plans.
+            watching: is told what reaches attention, but where the program is `Stock`.
 
         Returns:
             What is handed on; of the last stage, what entered its last layer, or left it where the
@@ -216,7 +225,9 @@ class LayerRunner:
         """
         tokens = batch.tokens.take(index)
         outputs = Collected(len(tokens))
-        forward = self._stock if isinstance(batch.program, Stock) else self._layers_of_stage
+        forward: Callable[[TokenTable, Batch], LayerState] = self._stock
+        if not isinstance(batch.program, Stock):
+            forward = functools.partial(self._layers_of_stage, watching=watching)
         for part, chunk in self.attention.parts(tokens, self.settings.max_chunk_tokens):
             given = self.stack.given(handed.take(part))
             with given, self.settings.adapters.applied(batch.lora_id, len(chunk)):
@@ -236,10 +247,12 @@ class LayerRunner:
             return self.stack.forward_to_next(chunk.token_ids, chunk.rotary_positions)
         return LayerState(self.stack.forward(chunk.token_ids, chunk.rotary_positions), None)
 
-    def _layers_of_stage(self, chunk: TokenTable, batch: Batch) -> LayerState:
+    def _layers_of_stage(
+        self, chunk: TokenTable, batch: Batch, watching: Watching | None
+    ) -> LayerState:
         whole = len(self.stack) - self.stage.is_last
         with (
-            self.attention.forward_context(chunk, batch.block_tables),
+            self.attention.forward_context(chunk, batch.block_tables, watching=watching),
             self.settings.fast_ops.preferred(),
         ):
             entered, given = self.stack.embed(chunk.token_ids, chunk.rotary_positions)

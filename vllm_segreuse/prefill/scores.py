@@ -23,7 +23,7 @@ class Scores:
     Args:
         layers: of the model.
         batch: the plans.
-        scored: the layers that are asked, ascending.
+        scored: the layers of the stack that are asked, ascending.
         gather: how what several queries, heads and layers pay becomes one number.
     """
 
@@ -46,9 +46,12 @@ class Scores:
         return Queries(attention, self._batch.probes.within(computed), self._ask)
 
     def _ask(self, number: int, part: slice, queries: torch.Tensor) -> None:
-        add = torch.maximum if self._gather is Gather.MAX else torch.add
         layer = self._scored[number]
-        paid = self._layers.attention_scores(self._batch, layer, part, queries, self._gather)
+        self.add(self._layers.attention_scores(self._batch, layer, part, queries, self._gather))
+
+    def add(self, paid: torch.Tensor) -> None:
+        """Attention that was paid at further layers, in the form of `totals`."""
+        add = torch.maximum if self._gather is Gather.MAX else torch.add
         add(self._sums, paid, out=self._sums)
 
     @property
