@@ -112,7 +112,10 @@ def test_policies_that_choose_behind_the_first_stage_are_refused(
 
 def test_all_reasons_are_kept(llama: Any) -> None:
     with pytest.raises(RefusedError) as found:
-        check(engine(llama, lora=LoRAConfig()), options(policy="sparsex", dense_layers=5, tier={"host_gib": 1}))
+        check(
+            engine(llama, lora=LoRAConfig()),
+            options(policy="sparsex", dense_layers=5, tier={"host_gib": 1}),
+        )
     assert len(found.value.reasons) == 3
 
 
