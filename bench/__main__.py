@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
     parser.add_argument(
-        "--part", action="append", help="gpu, tier: this part only; may be repeated"
+        "--part", action="append", help="gpu, overhead, tier: this part only; may be repeated"
     )
     args = parser.parse_args(argv)
 

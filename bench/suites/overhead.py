@@ -13,11 +13,20 @@ interval of 95 % is that of the median.
 - `throughput_ratio_bound`: both compute on all cores (`VLLM_CPU_OMP_THREADS_BIND`).
 - `throughput_ratio_beside_reuse`: the same, while each batch has prompts of known documents beside
   it. With the plugin these reuse segments, without it they are prefilled.
+
+And, where they are asked for by `--part`:
+
+- `stages`, `throughput_ratio_stages`: both have two pipeline stages, each with a core of its own.
+  They are compiled in the quick form, too: eager engines for CPUs fail at their first step there.
+- `hosted`, `throughput_ratio_hosted`: a prefill server whose connector, NIXL's, moves nothing. With
+  the plugin segment reuse hosts it (`configs/prefill.yaml`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import re
 import time
@@ -29,11 +38,22 @@ from typing import Any, NamedTuple
 import openai
 
 from bench import harness, shapes
-from bench.server import SEGREUSE_COMMAND, VLLM_COMMAND, Server, ServerError, with_tokens
+from bench.server import (
+    SEGREUSE_COMMAND,
+    VLLM_COMMAND,
+    Server,
+    ServerError,
+    free_port,
+    with_tokens,
+)
 
 SHAPE = "bench8"
 SERVERS = ("plain", "segreuse")
+USUAL, STAGES, HOSTED = PARTS = ("usual", "stages", "hosted")
 NAMESPACE = ["bench-overhead"]
+PREFILL = harness.REPOSITORY / "configs" / "prefill.yaml"
+TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+"""What `PREFILL` hosts, by itself."""
 
 _FIRST_TEXT_TOKEN = 300  # below are special tokens and single bytes
 _KNOWN_DOCUMENTS = 2
@@ -69,17 +89,21 @@ class Comparison(NamedTuple):
         name: the summary's key.
         bound: whether both servers compute on all cores.
         beside: prompts of known documents that come with each batch.
+        part: of the suite.
     """
 
     name: str
     bound: bool
     beside: int
+    part: str = USUAL
 
 
 COMPARISONS = (
     Comparison("throughput_ratio", bound=False, beside=0),
     Comparison("throughput_ratio_bound", bound=True, beside=0),
     Comparison("throughput_ratio_beside_reuse", bound=True, beside=2),
+    Comparison("throughput_ratio_stages", bound=True, beside=0, part=STAGES),
+    Comparison("throughput_ratio_hosted", bound=True, beside=0, part=HOSTED),
 )
 
 
@@ -111,23 +135,25 @@ class Prompts:
         return self._draw.choices(range(_FIRST_TEXT_TOKEN, shapes.VOCAB_SIZE), k=tokens)
 
 
-def run(quick: bool) -> harness.SuiteResult:
+def run(quick: bool, parts: Sequence[str] | None = None) -> harness.SuiteResult:
     """Compare the two servers (`quick`: less load, and without torch.compile)."""
     load = QUICK if quick else FULL
     rows: list[harness.Row] = []
     summary: dict[str, float | str] = {}
+    wanted = [one for one in COMPARISONS if one.part in (parts or [USUAL])]
     try:
-        for bound in (False, True):
-            mine = [comparison for comparison in COMPARISONS if comparison.bound is bound]
+        for bound, part in dict.fromkeys((one.bound, one.part) for one in wanted):
+            eager = quick and part != STAGES
             with ExitStack() as stack:
                 servers = {
-                    name: stack.enter_context(server_of(name, bound, eager=quick))
+                    name: stack.enter_context(server_of(name, bound, eager, part))
                     for name in SERVERS
                 }
-                for comparison in mine:
-                    seconds = asyncio.run(measure(servers, load, comparison))
-                    rows += _rows(load, comparison, seconds, servers, eager=quick)
-                    summary |= ratio(comparison.name, seconds)
+                for comparison in wanted:
+                    if (comparison.bound, comparison.part) == (bound, part):
+                        seconds = asyncio.run(measure(servers, load, comparison))
+                        rows += _rows(load, comparison, seconds, servers, eager)
+                        summary |= ratio(comparison.name, seconds)
     except (ServerError, openai.OpenAIError) as error:
         raise harness.BenchError(str(error)) from error
     return {"rows": rows, "summary": summary}
@@ -141,17 +167,35 @@ def ratio(name: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, float 
     return {name: harness.median(ratios), f"{name}_low": low, f"{name}_high": high}
 
 
-def server_of(name: str, bound: bool, eager: bool) -> Server:
-    """One of `SERVERS`; vLLM binds its threads to cores if `bound`."""
+def server_of(name: str, bound: bool, eager: bool, part: str = USUAL) -> Server:
+    """One of `SERVERS`; vLLM binds its threads to cores if `bound`.
+
+    Raises:
+        BenchError: `part` is `STAGES`, and there is one core.
+    """
     args = ["--max-model-len", "4096", "--block-size", "32", "--dtype", "bfloat16"]
     args += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
     args += ["--enforce-eager"] if eager else []
     env = {} if bound else {"VLLM_CPU_OMP_THREADS_BIND": ""}
+    if part == STAGES:
+        args += ["--pipeline-parallel-size", "2"]
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, _two_cores()))
+    if part == HOSTED:
+        own = ["--kv-transfer-config", json.dumps(TRANSFER)]
+        args += own if name == "plain" else ["--segreuse-config", str(PREFILL)]
+        env |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,self,sm"}
     if name == "segreuse":
         return Server(_model(), args, env, command=SEGREUSE_COMMAND, start_timeout_s=_START_S)
     # A name that no plugin has: `Server` takes an empty value for one to be unset.
     env["VLLM_PLUGINS"] = "none"
     return Server(_model(), args, env, command=VLLM_COMMAND, start_timeout_s=_START_S)
+
+
+def _two_cores() -> list[int]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise harness.BenchError("two pipeline stages need two cores")
+    return cores[:2]
 
 
 def _model() -> Path:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from bench.harness import BenchError
 from bench.suites import overhead
@@ -134,6 +136,68 @@ def test_only_the_plain_server_loads_no_plugin(monkeypatch: pytest.MonkeyPatch) 
     assert made[0]["command"] != made[2]["command"]
 
 
+def test_what_is_hosted_is_what_vllm_runs_alone() -> None:
+    beside = yaml.safe_load(overhead.PREFILL.read_text())["beside"]
+    assert beside == overhead.TRANSFER
+
+
+def test_both_servers_of_a_part_have_what_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[list[str], dict[str, str]]] = []
+
+    def server(model: Path, args: list[str], env: dict[str, str], **_: Any) -> None:
+        made.append((args, env))
+
+    monkeypatch.setattr(overhead, "Server", server)
+    monkeypatch.setattr(overhead, "_model", lambda: Path("m"))
+    monkeypatch.setattr(overhead.os, "sched_getaffinity", lambda _: {0, 3, 5})
+    for part in (overhead.STAGES, overhead.HOSTED):
+        for name in overhead.SERVERS:
+            overhead.server_of(name, True, False, part)
+    for args, env in made[:2]:
+        assert args[-2:] == ["--pipeline-parallel-size", "2"]
+        assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0|3"
+    (alone, first), (hosted, second) = made[2:]
+    assert alone[-2:] == ["--kv-transfer-config", json.dumps(overhead.TRANSFER)]
+    assert hosted[-2:] == ["--segreuse-config", str(overhead.PREFILL)]
+    port = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+    assert first[port] != second[port]
+    monkeypatch.setattr(overhead.os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises(BenchError, match="two pipeline stages need two cores"):
+        overhead.server_of("plain", True, False, overhead.STAGES)
+
+
+@pytest.mark.parametrize(
+    ("parts", "names"),
+    [
+        (None, ["throughput_ratio", "throughput_ratio_bound", "throughput_ratio_beside_reuse"]),
+        (["stages"], ["throughput_ratio_stages"]),
+        (["hosted", "stages"], ["throughput_ratio_stages", "throughput_ratio_hosted"]),
+    ],
+)
+def test_parts_are_measured_where_they_are_asked_for(
+    parts: list[str] | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers of one kind are started once."""
+    started: list[tuple[str, bool, bool, str]] = []
+    asked: list[str] = []
+
+    def server_of(*given: Any) -> Any:
+        started.append(given)
+        return nullcontext(SimpleNamespace(log_text=lambda: ""))
+
+    async def measure(_: Any, __: Any, comparison: overhead.Comparison) -> Any:
+        asked.append(comparison.name)
+        return {name: [1.0] * 8 for name in overhead.SERVERS}
+
+    monkeypatch.setattr(overhead, "server_of", server_of)
+    monkeypatch.setattr(overhead, "measure", measure)
+    result = overhead.run(True, parts)
+    assert asked == names
+    assert set(names) <= result["summary"].keys()
+    assert len(started) == len(set(started)) == (2 if parts == ["stages"] else 4)
+    assert all(eager is (part != overhead.STAGES) for _, _, eager, part in started)
+
+
 def test_the_cores_that_compute_are_those_of_the_log() -> None:
     assert overhead.compute_cores(CORES.format("0, 1, 2")) == 3
     assert overhead.compute_cores("no word of it") is None
@@ -143,7 +207,7 @@ def test_every_comparison_is_in_the_summary(
     servers: dict[str, _Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overhead, "QUICK", LOAD)
-    monkeypatch.setattr(overhead, "server_of", lambda name, bound, eager: servers[name])
+    monkeypatch.setattr(overhead, "server_of", lambda name, *_: servers[name])
     result = overhead.run(quick=True)
     ends = ("", "_low", "_high")
     names = ("throughput_ratio", "throughput_ratio_bound", "throughput_ratio_beside_reuse")
