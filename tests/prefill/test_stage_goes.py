@@ -12,12 +12,16 @@ import pytest
 import torch
 
 from segreuse_extras.pipeline import backlog as module
+from segreuse_extras.pipeline.proof import Rehearsal
 from tests.prefill.loop import TinyDecoder, carry_out
 from tests.prefill.staged import StagedWorld
 from tests.prefill.test_executor import DONOR, plan
-from tests.prefill.tiny import SIZE, World
+from tests.prefill.tiny import HIDDEN, SIZE, World
+from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.plan import Boundary, Fixed, Gather, PlanOutcome, Probed, ReusePlan
 from vllm_segreuse.prefill import backlog
+from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.chunks import finish
 
 LATE: dict[str, Any] = {
     "program": Probed(Gather.SUM_AND_LAST, first_layer=2, levelling=0.75, carries=True),
@@ -259,6 +263,29 @@ def test_where_one_stage_has_no_kernel_nothing_is_carried(monkeypatch: pytest.Mo
     carried.prefill.run(both(LATE))
     with pytest.raises(AssertionError, match="not close"):
         assert_as_one(staged, carried, plans)
+
+
+@pytest.mark.parametrize("recipe", ["focus", "peaks", "fixed", "boundary"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_rehearses_all_goes_of_a_plan_by_itself(
+    stage: int, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is always computed, and as many tokens as may be chosen, at all of its layers."""
+    staged = StagedWorld(monkeypatch, (2,))
+    runner, world = staged.runners[stage], staged.worlds[stage]
+    one = plan("one", 10, **RECIPES[recipe])
+    made = torch.Generator().manual_seed(0)
+    hidden, residual = torch.randn(2, one.stop, HIDDEN, generator=made)
+    scratch: Any = SimpleNamespace(entering=LayerState(hidden, residual))
+    _, state = finish(Rehearsal(scratch)(runner, Batch([one], SIZE, torch.device("cpu"))))
+    assert state is not None
+    assert state.hidden_states.isfinite().all()
+    always = {int(one.block_ids[at // SIZE]) * SIZE + at % SIZE for at in (4, 13, 22, 23)}
+    for layer in range(runner.stage.first, runner.stage.stop):
+        written = {slot for number, slots in world.written if number == layer for slot in slots}
+        assert always <= written
+        chosen = len(written - always)
+        assert chosen <= 5 if recipe == "peaks" else chosen == one.recipe.top_k
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,8 +136,8 @@ def _parts(making: Making, features: Features) -> Parts:
 
 
 def _stages_run(core: Core, methods: Methods) -> Callable[[Program], bool] | None:
-    """Whether the layers of an engine's first pipeline stage are enough for a program to choose by;
-    None: there is one stage."""
+    """Whether the layers of an engine's first pipeline stage are enough for what a program has to
+    compute before only known tokens are left; None: there is one stage."""
     if core.vllm_config.parallel_config.pipeline_parallel_size == 1:
         return None
     first = len(layers_of_stages(core.vllm_config)[0])

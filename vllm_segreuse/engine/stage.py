@@ -58,7 +58,8 @@ def stage_of(vllm_config: VllmConfig, found: int) -> Stage:
 
 
 def layers_of_stages(vllm_config: VllmConfig) -> list[range]:
-    """The layers of each stage, in order. A pass may choose tokens by those of the first."""
+    """The layers of each stage, in order. Within one go a pass chooses tokens by those of the
+    first."""
     from vllm.distributed.utils import get_pp_indices
 
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
