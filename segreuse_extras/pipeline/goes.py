@@ -176,7 +176,7 @@ class SecondReading(Go):
     ) -> None:
         self._layers, self._batch, self._choice, self._again = layers, batch, choice, again
         self._carries = able and program.carries and len(again) > 0
-        self.answer_numbers = int(program.measures_drift and len(again) > 0)
+        self.answer_numbers = int(program.measures_drift)
         self.run = self._run
 
     @functools.cached_property
