@@ -32,6 +32,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "not carried": {"program": Probed(Gather.SUM_AND_LAST, first_layer=1), "top_k": 5},
     "prophet": {"program": Probed(Gather.SUM), "top_k": 5},
     "carried, all layers scored": {"program": Probed(Gather.SUM, carries=True), "top_k": 5},
+    "new text that does not ask": {**LATE, "probes": [18, 19]},
     "peaks": {"program": Probed(Gather.MAX, 0.3), "top_k": 5},
     "nothing is that high": {"program": Probed(Gather.MAX, 1.5), "top_k": 5},
     "everything": {**LATE, "top_k": 16},
@@ -204,6 +205,18 @@ def test_nan_in_either_go_on_any_stage_is_computed_in_full(
     world = World(monkeypatch)
     world.prefill.run([one.without_copies()])
     assert_as_one(staged, world, [one])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_where_a_score_of_any_stage_is_no_number_nothing_is_chosen(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = StagedWorld(monkeypatch, (2,))
+    runner = staged.runners[stage]
+    scores = runner.attention_scores
+    monkeypatch.setattr(runner, "attention_scores", lambda *given: scores(*given) * torch.nan)
+    one = spread(plan("one", 10, **RECIPES["prophet"]))
+    assert outcomes(staged, one)["one"].computed == one.num_tokens
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
