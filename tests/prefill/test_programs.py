@@ -112,6 +112,9 @@ class Known:
     def __len__(self) -> int:
         return LAYERS
 
+    def own(self, layers) -> list[int]:
+        return list(layers)
+
     def run(self, first: int, last: int, tokens, state, batch, queries=None) -> Chunks[LayerState]:
         self.ran.append((first, last, tokens.slots.tolist()))
         if queries is not None:  # a query tells whose it is
