@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from vllm.config import ParallelConfig
 
+from segreuse_extras.images import worker as images_worker
 from segreuse_extras.pipeline import stages
 from segreuse_extras.pipeline.backlog import StageBacklog
 from tests.prefill.loaded import model_config
@@ -39,6 +40,7 @@ class Backlog:
         self.done: dict[str, PassReport] = {}
         self.report: PassReport | None = None
         self.prefill: Any = None
+        self.parts: Any = object()
 
     @property
     def is_empty(self) -> bool:
@@ -52,9 +54,11 @@ class Backlog:
             return self
 
         def proven(*_: Any) -> Any:
-            return SimpleNamespace(prefill=self.prefill, merge_size=2)
+            return SimpleNamespace(prefill=self.prefill, parts=self.parts)
 
         patch.setattr(in_worker, "proven", proven)
+        patch.setattr(images_worker, "loaded_model", lambda: None)
+        patch.setattr(images_worker, "prove_images", lambda *given: 2 if given[2] else None)
         patch.setattr(in_worker, "backlog_of", taking_over)
 
     def take(self, plans: list[Any]) -> PassReport | None:
@@ -103,6 +107,7 @@ def worker_side(stats: SegReuseStats, rank: int = 0, traces: str | None = None) 
 
 def vllm_config_of(rank: int = 0, traces: str | None = None) -> Any:
     return SimpleNamespace(
+        model_config=None,
         parallel_config=SimpleNamespace(rank=rank, pipeline_parallel_size=1),
         observability_config=SimpleNamespace(otlp_traces_endpoint=traces),
     )
@@ -287,7 +292,7 @@ def test_the_model_is_proven(
         prefill=prefill,
         max_deviation=0.0,
         kernels="kernels",
-        merge_size=None,
+        parts=None,
         graphs=None,
     )
     monkeypatch.setattr(module, "prove", lambda *given: (proven.append(given), runtime)[1])
@@ -305,7 +310,7 @@ def test_a_stage_of_a_pipeline_divides_work_as_the_whole_model_does(
     prefill = SimpleNamespace(
         states=None, layers=LAYERS, runner=SimpleNamespace(stage=stage, known=[])
     )
-    runtime = SimpleNamespace(prefill=prefill, merge_size=None)
+    runtime = SimpleNamespace(prefill=prefill, parts=None)
     link: Any = object()
     monkeypatch.setattr(in_worker, "proven", lambda *_: runtime)
     monkeypatch.setattr(stages, "linked", lambda _: stages.LinkedStages(link))
@@ -323,7 +328,7 @@ def test_boundary_states_are_logged_and_counted(
         prefill=prefill,
         max_deviation=0.0,
         kernels="kernels",
-        merge_size=None,
+        parts=None,
         graphs=None,
     )
     proven, stats = [], SegReuseStats()
@@ -362,7 +367,7 @@ def awaiting_graphs(proof: GraphProof, llama: Any, patch: Patch) -> Callable[[],
         prefill=prefill,
         max_deviation=0.0,
         kernels="kernels",
-        merge_size=None,
+        parts=None,
         graphs=proof,
     )
     for name, replacement in {

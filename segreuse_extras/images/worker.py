@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from segreuse_extras.images.proof import prove_images
+from vllm_segreuse.compat.model_runner import loaded_model
 from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 
 
@@ -25,5 +27,8 @@ class ProvenImages(WorkerFeature):
 
 def start(making: MakingWorker) -> ProvenImages | None:
     """That of a worker; None: the model's images are not reused."""
-    merge_size = making.runtime.merge_size
+    parts = making.runtime.parts
+    if parts is None:
+        return None
+    merge_size = prove_images(loaded_model(), making.vllm_config.model_config, parts)
     return None if merge_size is None else ProvenImages(merge_size)

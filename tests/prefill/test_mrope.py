@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
+from segreuse_extras.images.proof import prove_images
 from tests.prefill.loaded import Loaded, loaded
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.prefill import checks
@@ -103,13 +104,15 @@ class Pictured:
         return rows, behind
 
 
-def with_images(model: Loaded, monkeypatch: Patch, numbering: Any) -> Any:
-    """The start of a model that numbers images so."""
+def with_images(model: Loaded, monkeypatch: Patch, numbering: Any) -> int | None:
+    """Patches per token that are proven of a model that numbers images so."""
     monkeypatch.setattr(model.model, "get_mrope_input_positions", numbering)
     vision = SimpleNamespace(spatial_merge_size=2)
     config = model.vllm_config.model_config.hf_config
     monkeypatch.setattr(config, "vision_config", vision, raising=False)
-    return prove(model)
+    parts = prove(model).parts
+    assert parts is not None
+    return prove_images(model.model, model.vllm_config.model_config, parts)
 
 
 def test_images_are_proven_where_they_are_numbered_by_rows_and_columns(
@@ -125,9 +128,9 @@ def test_images_are_proven_where_they_are_numbered_by_rows_and_columns(
             differing.append(bool((given[0][1] != given[0][2]).any()))
 
     handle = module.register_forward_pre_hook(note)
-    runtime = with_images(mrope, monkeypatch, Pictured())
+    merge_size = with_images(mrope, monkeypatch, Pictured())
     handle.remove()
-    assert runtime.merge_size == 2
+    assert merge_size == 2
     assert shapes == {(3,), ()}
     assert any(differing), "rows and columns were not told apart"
 
@@ -145,7 +148,7 @@ def test_images_are_proven_where_they_are_numbered_by_rows_and_columns(
 def test_images_numbered_otherwise_are_not_reused(
     mrope: Loaded, monkeypatch: Patch, change: Any
 ) -> None:
-    assert with_images(mrope, monkeypatch, Pictured(change)).merge_size is None
+    assert with_images(mrope, monkeypatch, Pictured(change)) is None
 
 
 def test_an_image_must_turn_by_the_same_in_all_rows(mrope: Loaded, monkeypatch: Patch) -> None:
@@ -160,11 +163,11 @@ def test_an_image_must_turn_by_the_same_in_all_rows(mrope: Loaded, monkeypatch: 
     for module in mrope.model.modules():
         if isinstance(module, MRotaryEmbedding):
             monkeypatch.setattr(module, "_forward_method", module.forward_native)
-    assert with_images(mrope, monkeypatch, Pictured()).merge_size is None
+    assert with_images(mrope, monkeypatch, Pictured()) is None
 
 
 def test_a_pass_that_gives_text_behind_images_its_index_is_noticed(
     mrope: Loaded, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(TokenTable, "rotary_positions", property(lambda self: self.positions))
-    assert with_images(mrope, monkeypatch, Pictured()).merge_size is None
+    assert with_images(mrope, monkeypatch, Pictured()) is None

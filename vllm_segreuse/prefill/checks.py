@@ -55,7 +55,6 @@ from vllm_segreuse.prefill.proofs.causal import (
 from vllm_segreuse.prefill.proofs.codecs import prove_codec
 from vllm_segreuse.prefill.proofs.drafts import DraftProof
 from vllm_segreuse.prefill.proofs.graphs import GraphProof
-from vllm_segreuse.prefill.proofs.images import prove_images
 from vllm_segreuse.prefill.proofs.long_contexts import prove_long_contexts
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.passes import (
@@ -83,15 +82,15 @@ class Runtime:
         max_deviation: how far the KV of the sparse pass was from that of the model's own forward,
             relative to its norm, at the worst layer.
         kernels: which kernels the pass runs.
-        merge_size: patches of an image per token in a row, and in a column; None: images are not
-            reused (`proofs/images.py`).
+        parts: what the pass is built of and was proven on, for proofs of features; None: it is that
+            of one of several pipeline stages.
         graphs: proves CUDA graphs, once they are captured; None: passes run by none.
     """
 
     prefill: SparsePrefill
     max_deviation: float
     kernels: str
-    merge_size: int | None
+    parts: PassParts | None
     graphs: GraphProof | None
 
 
@@ -234,7 +233,6 @@ def prove(
             return Runtime(*stages.proven(parts), structure.description, None, None)
         prefill = SparsePrefill(parts.layers(), parts.aligner, parts.draft_runner)
         max_deviation = prove_parts(parts, prefill)
-        merge_size = prove_images(model, vllm_config.model_config, parts.scratch, prefill)
         graphs = None
         if may_run_compiled(vllm_config) and not structure.stack.behind:
             layers = parts.layers(compiled=True)
@@ -242,7 +240,7 @@ def prove(
             prove_compiled(parts.scratch, prefill, parts.draft_scratch)
             if structure.stack.position_rows is None:  # those would be other buffers
                 graphs = GraphProof(parts.scratch, prefill, layers)
-        return Runtime(prefill, max_deviation, structure.description, merge_size, graphs)
+        return Runtime(prefill, max_deviation, structure.description, parts, graphs)
     except (PageLayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
 

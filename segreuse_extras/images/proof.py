@@ -17,6 +17,7 @@ from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.model.rope import RopeError
 from vllm_segreuse.plan import Image, Images
 from vllm_segreuse.plan.images import ROWS
+from vllm_segreuse.prefill.checks import PassParts
 from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.proofs.passes import prove_passes
 from vllm_segreuse.prefill.proofs.rotations import prove_rotations
@@ -35,16 +36,13 @@ _PROMPTS = (
 """Tokens of text, rows and columns of an image, tokens of text, and so on."""
 
 
-def prove_images(
-    model: nn.Module, config: ModelConfig, scratch: Scratch, prefill: SparsePrefill
-) -> int | None:
+def prove_images(model: nn.Module, config: ModelConfig, parts: PassParts) -> int | None:
     """What must hold for images to be reused; only text is, where it does not.
 
     Args:
         model: as loaded.
         config: vLLM's, of the model.
-        scratch: proofs on text have succeeded on it.
-        prefill: the sparse pass.
+        parts: of the sparse pass; proofs on text have succeeded on them.
 
     Returns:
         Patches per token in a row, and in a column; None: images are not reused.
@@ -53,7 +51,8 @@ def prove_images(
         return None
     try:
         merge_size = _prove_numbers(model, config)
-        prove_moved_images(scratch, prefill)
+        prefill = SparsePrefill(parts.layers(), parts.aligner, parts.draft_runner)
+        prove_moved_images(parts.scratch, prefill)
     except (UnsupportedModelError, RopeError) as error:
         logger.warning("segment reuse: prompts with images run without it: %s", error)
         return None
