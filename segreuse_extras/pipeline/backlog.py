@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from segreuse_extras.pipeline.endings import Ending, packed, packed_numbers, unpacked
+from segreuse_extras.pipeline.endings import GoEnding, packed, packed_numbers, unpacked
 from segreuse_extras.pipeline.goes import Go, first_go
 from segreuse_extras.pipeline.link import MessageKind, PlanVerdict, StageMessage
 from vllm_segreuse.engine.stage import Stage
@@ -282,7 +282,7 @@ class StageBacklog(Backlog):
                     done[each.plan.request_id] = each.report
         return done
 
-    def _is_over(self, each: _UnderWay, ending: Ending) -> bool:
+    def _is_over(self, each: _UnderWay, ending: GoEnding) -> bool:
         """Whether a plan is done; else it is queued again."""
         if each.is_again:
             return True

@@ -12,7 +12,7 @@ import torch
 from segreuse_extras.pipeline.link import PlanVerdict
 
 
-class Ending(NamedTuple):
+class GoEnding(NamedTuple):
     """How a go of a plan has ended.
 
     Attributes:
@@ -48,7 +48,7 @@ def packed_numbers(sizes: Sequence[int]) -> int:
     return len(sizes) + sum(sizes)
 
 
-def unpacked(numbers: torch.Tensor, sizes: Sequence[int]) -> list[Ending]:
+def unpacked(numbers: torch.Tensor, sizes: Sequence[int]) -> list[GoEnding]:
     """The endings.
 
     Args:
@@ -58,6 +58,6 @@ def unpacked(numbers: torch.Tensor, sizes: Sequence[int]) -> list[Ending]:
     found, first = [], 0
     for size in sizes:
         verdict, *answer = numbers[first : first + 1 + size].tolist()
-        found.append(Ending(PlanVerdict(int(verdict)), np.array(answer)))
+        found.append(GoEnding(PlanVerdict(int(verdict)), np.array(answer)))
         first += 1 + size
     return found
