@@ -433,6 +433,34 @@ REFUSED: dict[str, Shape] = {
 }
 """Shapes that the plugin must refuse at start-up, by name."""
 
+STATES: dict[str, Shape] = {
+    "qwen3_next": Shape(
+        "qwen3_next",
+        _TINY
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        "three layers of four hand a state on (gated delta rule)",
+        arguments={
+            "block_size": 128,
+            "enable_prefix_caching": True,
+            "disable_hybrid_kv_cache_manager": False,
+        },
+    )
+}
+"""Shapes whose states are composed, by vLLM's hybrid KV cache manager only."""
+
 _BENCH: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 192,
@@ -458,7 +486,7 @@ BENCH: dict[str, Shape] = {
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
 attention, yet a run is over in minutes."""
 
-SHAPES: dict[str, Shape] = SUPPORTED | VISION | LATENT | DRAFTED | REFUSED | BENCH
+SHAPES: dict[str, Shape] = SUPPORTED | VISION | LATENT | DRAFTED | REFUSED | STATES | BENCH
 
 
 def cache_root() -> Path:
@@ -526,7 +554,9 @@ def _write_weights(shape: Shape, directory: Path) -> None:
     for parameter_name, parameter in model.named_parameters():
         std = _weight_std(parameter_name, parameter.shape)
         with torch.no_grad():
-            if std is None:
+            if parameter_name.endswith("A_log"):  # heads that forget slowly, and fast
+                parameter.copy_(torch.linspace(-7, -2, len(parameter)))
+            elif std is None:
                 # Norms of Gemma 2 and 3 multiply by 1 + weight.
                 from_one = shape.model_type.startswith(("gemma2", "gemma3"))
                 parameter.fill_(0.0 if from_one else 1.0)

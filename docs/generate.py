@@ -415,12 +415,12 @@ def _with_links(text: str) -> str:
 
 def support() -> str:
     """What passing tests have shown of each shape of model, by device."""
-    from bench.shapes import DRAFTED, LATENT, SUPPORTED, VISION
+    from bench.shapes import DRAFTED, LATENT, STATES, SUPPORTED, VISION
 
     shown = _support()
     features = sources.constant(REPOSITORY / "tests" / "support.py", "FEATURES")
     rows = []
-    for shape, about in (SUPPORTED | VISION | LATENT | DRAFTED).items():
+    for shape, about in (SUPPORTED | VISION | LATENT | DRAFTED | STATES).items():
         of_shape = {where: found.get(shape, []) for where, found in shown.items()}
         cells = [_devices([it for it, has in of_shape.items() if one in has]) for one in features]
         gpu = "" if any(has for it, has in of_shape.items() if it.startswith("gpu")) else "not yet"

@@ -7,6 +7,7 @@
     images                      images in prompts, which are reused as a whole
     conversations, healing      what an earlier turn has moved: kept as it is, or computed anew
     coalescing                  equal prompts at once
+    states                      layers that hand a state on, which is composed
     pipeline                    layers divided among pipeline stages
     transfer                    prefill on one engine, decoding on another
     audit                       answers compared with those of full prefill, while serving

@@ -34,6 +34,7 @@ FEATURES = {
     "drafts": "speculative decoding",
     "documents": "models trained on documents computed alone",
     "anchors": "models trained on anchors of compressed documents",
+    "states": "composed states of linear attention",
 }
 """What `shows` may name, and the columns of the table."""
 

@@ -43,6 +43,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "weigh_turns": False,
         "heal_tokens": 0,
         "heal_after_s": 5.0,
+        "state_bytes": 1 << 30,
         "explain": False,
         "similarity": None,
         "max_provenance_depth": 4,

@@ -16,7 +16,7 @@ def core(batched: int = 2048, **options: Any) -> Any:
     scheduler = Of(max_num_batched_tokens=batched)
     vllm_config = Of(scheduler_config=scheduler)
     config = SegReuseConfig(**options)
-    return Of(vllm_config=vllm_config, config=config, manager=None, group=Of(others=()))
+    return Of(vllm_config=vllm_config, config=config, manager=None, group=Of(is_alone=True))
 
 
 def plan(work: int = 0, active: int = 0, lora: int = 0, positions: Any = None) -> Any:
@@ -59,7 +59,7 @@ def others(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 def test_a_large_plan_is_spread_while_others_run(given: Any, large: bool, others: bool) -> None:
     assert is_spread(core(), plan(**given)) == (large and others)
     several = core()
-    several.group.others = ("of windows",)
+    several.group.is_alone = False
     assert not is_spread(several, plan(**given)), "vLLM frees blocks that the rest would write to"
 
 

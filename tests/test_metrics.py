@@ -263,6 +263,8 @@ def test_every_series_has_its_name_labels_and_buckets(
         "vllm:segreuse_requests",
         "vllm:segreuse_frozen_share",
         "vllm:segreuse_state_bytes",
+        "vllm:segreuse_state_maps",
+        "vllm:segreuse_state_maps_evicted",
         "vllm:segreuse_not_finite",
         "vllm:segreuse_drift",
         "vllm:segreuse_in_full",

@@ -101,7 +101,7 @@ def side(backlog: Backlog, stats: SegReuseStats) -> WorkerSide:
 
 
 def worker_side(stats: SegReuseStats, rank: int = 0, traces: str | None = None) -> WorkerSide:
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(kv_cache_groups=[])
     return in_worker.worker_side(vllm_config_of(rank, traces), SegReuseConfig(), nothing, stats)
 
 
@@ -219,7 +219,7 @@ def with_tier(backlog: Any, patch: Patch, **options: Any) -> tuple[WorkerSide, l
     patch.setattr(tier_module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=3))
     config = SegReuseConfig(tier={"host_gib": 2.5, **options})
     assert config.tier is not None
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(kv_cache_groups=[])
     side = in_worker.worker_side(vllm_config_of(), config, nothing, SegReuseStats())
     assert log == [(config.tier, 3), (region, "copy", "stored", "cpu", config.tier.zeroise)]
     assert backlog.prefill.aligner.host_rows is mover
@@ -271,7 +271,7 @@ def started(
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
     )
-    kv_cache_config: Any = object()
+    kv_cache_config: Any = SimpleNamespace(kv_cache_groups=[])
     config = SegReuseConfig(**options)
     counted = SegReuseStats() if stats is None else stats
     side = in_worker.worker_side(vllm_config, config, kv_cache_config, counted)

@@ -187,5 +187,6 @@ def _as_it_is(reused: BoolArray, segments: Segments) -> Recipe:
 
 
 def start(making: Making) -> Coalescing | None:
-    """That of an engine; None: layers with a window do not keep what equal prompts would take."""
-    return None if making.core.group.others else Coalescing(making.core)
+    """That of an engine; None: layers with a window, or a state, do not keep what equal prompts
+    would take."""
+    return Coalescing(making.core) if making.core.group.is_alone else None

@@ -58,8 +58,8 @@ class ImageReuse(Feature):
 
 def start(making: Making) -> ImageReuse | None:
     """That of an engine; None: documents are found by their tokens, and keep images apart by
-    namespace; or layers with a window have blocks of their own: images are not proven there."""
+    namespace; or other layers have blocks of their own: images are not proven there."""
     alone = sees_documents_alone(making.core.vllm_config.model_config)
-    if alone or making.core.group.others:
+    if alone or not making.core.group.is_alone:
         return None
     return ImageReuse(making.core)

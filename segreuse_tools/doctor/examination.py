@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from segreuse_tools.doctor.windowed_kv import WindowedKv, windowed_kv
 from vllm_segreuse.engine.kv_group import segment_group
-from vllm_segreuse.engine.supported import WITHOUT, RefusedError
+from vllm_segreuse.engine.supported import WITHOUT, RefusedError, composes_states
 from vllm_segreuse.plan import ModelLayers
 
 if TYPE_CHECKING:
@@ -60,10 +60,13 @@ def examine(vllm_config: VllmConfig) -> Examined:
         RefusedError: as start-up does.
         ValueError: vLLM cannot build the model here, as for quantisation or block sizes that it has
             no kernels for, or a configuration without something that it reads.
-        UnexaminedError: the model cannot be built without weights.
+        UnexaminedError: the model cannot be built without weights, or its layers are not those of a
+            pass.
     """
     from vllm.config import set_current_vllm_config
 
+    if composes_states(vllm_config):
+        raise UnexaminedError("its states are composed, which start-up proves on the loaded model")
     try:
         with set_current_vllm_config(vllm_config), _one_rank():
             return _examined(_without_weights(vllm_config), vllm_config)

@@ -3,6 +3,7 @@
 nobody can ask for; the index knows what is computed, and forgets what is gone."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,40 @@ def test_what_follows_a_plan_is_as_approximate_as_the_plan(managed: Managed) -> 
     managed.pool.cache_full_blocks(request, blocks, 0, 4, SIZE, 0)
     managed.pool.cache_full_blocks(request, blocks, 4, 5, SIZE, 0)
     assert exact(managed, request) == [0]
+
+
+@pytest.mark.parametrize(("start", "named"), [(0, False), (3 * SIZE, False), (4 * SIZE, True)])
+def test_a_state_behind_what_is_exact_is_named_once(
+    start: int, named: bool, managed: Managed
+) -> None:
+    """vLLM names the state at the last boundary of a prompt by itself."""
+    request = managed.request(DOCUMENT)
+    managed.tracked(request).plan = plan_of(request, start)
+    [block] = managed.pool.get_new_blocks(1)
+    found = managed.pool.cache_partial_block(request, block, 4 * SIZE, 1, SIZE)
+    assert (found is not None) == named
+    assert (managed.pool.state_at(request, 4 * SIZE, 1) is block) == named
+    assert managed.pool.state_at(request, 2 * SIZE, 1) is None
+    others = managed.request(DOCUMENT, None)
+    assert managed.pool.cache_partial_block(others, block, 4 * SIZE, 1, SIZE) is not None
+
+
+def test_blocks_of_states_are_counted_beside_those_of_tokens(managed: Managed) -> None:
+    """Two in each group: of what a plan supplies, and of what is computed behind it."""
+    request = managed.request(DOCUMENT)
+    alone = managed.pool.prefix_state(request, 0, 4 * SIZE, 0).blocks_needed
+    managed.pool.group = replace(managed.pool.group, states=(1, 2))
+    assert managed.pool.prefix_state(request, 0, 4 * SIZE, 0).blocks_needed == alone + 4
+
+
+def test_blocks_without_their_states_are_not_taken_of_earlier_turns(
+    managed: Managed, monkeypatch: Patch
+) -> None:
+    blocks, request = managed.computed(DOCUMENT), managed.request(DOCUMENT)
+    monkeypatch.setattr(managed.pool._naming, "left_behind", lambda *_: ids(blocks))
+    assert managed.pool.left_behind(request.request_id, 0, 4 * SIZE) == blocks
+    managed.pool.group = replace(managed.pool.group, states=(1,))
+    assert managed.pool.left_behind(request.request_id, 0, 4 * SIZE) == []
 
 
 def test_names_of_approximate_blocks_are_never_the_same(managed: Managed) -> None:

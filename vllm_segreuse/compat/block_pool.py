@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _OWN_NAME = b"segreuse:approximate:"
+_BLOCKS_OF_STATES = 2
+"""Most that a request takes in a step in each group of states: of what a connector supplies, and of
+what is computed behind it."""
 
 
 class Group(Protocol):
@@ -60,6 +63,10 @@ class Group(Protocol):
     @property
     def others(self) -> tuple[int, ...]:
         """Groups whose blocks hold the same tokens for other layers."""
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Groups whose blocks hold a state each."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -233,8 +240,8 @@ class SegmentBlockPool(BlockPool):
 
     def left_behind(self, request_id: str, start: int, stop: int) -> list[KVCacheBlock]:
         """Blocks that a request takes behind its prefix hit; see `Naming`. None where there are
-        several groups: whoever left them has lost those of windows."""
-        if self.siblings is not None:
+        several groups: whoever left them has lost those of windows, and its states."""
+        if self.siblings is not None or self.group.states:
             return []
         found = self._naming.left_behind(request_id, start, stop)
         return [self.blocks[block_id] for block_id in found]
@@ -298,6 +305,7 @@ class SegmentBlockPool(BlockPool):
             held = [self.get_cached_block(it, [index]) for it in exact[first:]]
             idle |= self._unheld([it[0] for it in held if it is not None])
             missing += -(-num_slots // size) - hit
+        missing += _BLOCKS_OF_STATES * len(self.group.states)
         return PrefixState(fresh, missing + len(idle) + watermark, idle)
 
     @staticmethod
@@ -434,6 +442,27 @@ class SegmentBlockPool(BlockPool):
         )
         self._report_named(request, blocks, num_cached_blocks, known_end)
         self._report_named(request, blocks, exact_end, num_full_blocks)
+
+    def cache_partial_block(
+        self, request: Request, block: KVCacheBlock, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> BlockHashWithGroupId | None:
+        """vLLM names a state at the last boundary of a prompt once more, by itself. Behind what is
+        exact it gets no such name."""
+        ends = self._naming.exact_ends(request.request_id)
+        if ends is not None and num_tokens > ends[0]:
+            return None
+        return super().cache_partial_block(request, block, num_tokens, *args, **kwargs)
+
+    def state_at(self, request: Request, num_tokens: int, group: int) -> KVCacheBlock | None:
+        """The block with the state behind so many tokens of a request, under its exact name.
+
+        Args:
+            num_tokens: in whole blocks.
+            group: index of a group of states.
+        """
+        name = request.block_hashes[num_tokens // self.group.block_size - 1]
+        found = self.get_cached_block(name, [group])
+        return None if found is None else found[0]
 
     def _note_siblings(
         self, siblings: SiblingBlocks, request: Request, first: int, last: int

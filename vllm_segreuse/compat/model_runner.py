@@ -143,6 +143,40 @@ def loaded_drafter() -> Any | None:
     return drafter if getattr(drafter, "_draft_attn_layer_names", None) else None
 
 
+class RunningRow(NamedTuple):
+    """A request of the step under way.
+
+    Attributes:
+        request_id: vLLM's.
+        first: of its tokens in the step.
+        length: tokens of it there.
+        position: of the first of them.
+    """
+
+    request_id: str
+    first: int
+    length: int
+    position: int
+
+
+def running_rows() -> list[RunningRow]:
+    """Requests of the step under way, in the order of their tokens; of Model Runner V1.
+
+    Raises:
+        RuntimeError: as `loaded_model`.
+    """
+    runner = _runner()
+    batch = runner.input_batch
+    starts = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+    computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+    return [
+        RunningRow(request_id, first, stop - first, position)
+        for request_id, first, stop, position in zip(
+            batch.req_ids[: batch.num_reqs], starts, starts[1:], computed, strict=False
+        )
+    ]
+
+
 def once_captured(then: Callable[[], None]) -> None:
     """Call this when the runner of that model has captured its CUDA graphs, if it does.
 

@@ -166,9 +166,9 @@ def _is_spread(core: Core, methods: Methods, plan: ReusePlan) -> bool:
     vLLM keeps an adapter loaded in the steps of its requests only, so a plan with an adapter is
     carried out in one step. So is one of a prompt with images, behind which vLLM may have to go on
     with a new one; and one of layers with blocks of their own, which vLLM frees where the window
-    has passed them as soon as a request ends.
+    has passed them as soon as a request ends, and states with what is behind them.
     """
-    if core.group.others:
+    if not core.group.is_alone:
         return False
     most = core.vllm_config.scheduler_config.max_num_batched_tokens
     above = core.config.spread_work(most, methods.layers.in_all)

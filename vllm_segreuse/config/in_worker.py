@@ -11,7 +11,7 @@ from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.kernels.codecs import Codec
 from vllm_segreuse.model.cells import cell_content_bytes
 from vllm_segreuse.options.server import ServerOptions
-from vllm_segreuse.prefill.checks import OtherStages
+from vllm_segreuse.prefill.checks import OtherStages, Runtime
 from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 from vllm_segreuse.prefill.worker import WorkerSide, backlog_of, proven
 
@@ -43,7 +43,10 @@ def worker_side(
         cell_content_bytes(kv_cache_config, codec)  # it refuses what the codec cannot store
     linked = (module.linked(vllm_config) for module in having("stages"))
     stages: OtherStages | None = next((it for it in linked if it is not None), None)
-    runtime = proven(vllm_config, kv_cache_config, config.cuts, codec, stats, stages)
+    others = (it.runtime_of(vllm_config, kv_cache_config, config) for it in having("runtime"))
+    runtime: Runtime | None = next((it for it in others if it is not None), None)
+    if runtime is None:
+        runtime = proven(vllm_config, kv_cache_config, config.cuts, codec, stats, stages)
     making = MakingWorker(vllm_config, config, kv_cache_config, runtime)
     made = [module.start(making) for module in having("worker")]
     features: list[WorkerFeature] = [feature for feature in made if feature is not None]

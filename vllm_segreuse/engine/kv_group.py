@@ -24,7 +24,7 @@ _KEEP_ALL = "; remove --no-disable-hybrid-kv-cache-manager, so that vLLM keeps a
 @dataclass(frozen=True)
 class KvGroup:
     """Layers whose KV lies in blocks of one table, and those beside them that have tables of their
-    own: with vLLM's hybrid KV cache manager, layers that attend to a window.
+    own: with vLLM's hybrid KV cache manager, layers that attend to a window, or hand a state on.
 
     Segments are found by the blocks of the first. What the others hold of the same tokens goes with
     them (`compat/block_pool.py`).
@@ -37,6 +37,7 @@ class KvGroup:
         others: indices of the other groups, whose blocks have as many tokens.
         windows: of each of these, tokens that vLLM keeps blocks for; None: for all.
         tables: by layer, 0 for this group's, or 1 + the number of one of the others.
+        states: indices of groups whose blocks hold a state each, and KV of no token.
     """
 
     index: int
@@ -45,6 +46,12 @@ class KvGroup:
     others: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
     tables: Mapping[str, int] = field(default_factory=dict)
+    states: tuple[int, ...] = ()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether requests have blocks in no other group."""
+        return not self.others and not self.states
 
     @property
     def layer_names(self) -> list[str]:
@@ -78,6 +85,11 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
 
     groups = kv_cache_config.kv_cache_groups
     by_layer = [_by_layer(group) for group in groups]
+    if states := groups_of_states(kv_cache_config):
+        [index] = (i for i in range(len(groups)) if i not in states)
+        _check_sizes(kv_cache_config, groups[index].kv_cache_spec.block_size)
+        size = groups[index].kv_cache_spec.block_size
+        return KvGroup(index, by_layer[index], size, states=states)
     known: tuple[type, ...] = FullAttentionSpec, MLAAttentionSpec
     if len(groups) > 1:
         known = FullAttentionSpec, SlidingWindowSpec
@@ -102,6 +114,20 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
         tuple(_window(by_layer[i]) for i in order[1:]),
         {name: table for table, i in enumerate(order) for name in by_layer[i]},
     )
+
+
+def groups_of_states(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Indices of groups of layers with linear attention, where all others are one group of plain
+    attention; else none."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    kinds = [
+        {type(spec) for spec in _by_layer(group).values()}
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    states = tuple(i for i, found in enumerate(kinds) if found == {MambaSpec})
+    rest = [found for i, found in enumerate(kinds) if i not in states]
+    return states if rest == [{FullAttentionSpec}] else ()
 
 
 def _window(specs: Mapping[str, Any]) -> int | None:

@@ -19,8 +19,12 @@ _STATES_IN_PLACE_OF_KV = (
     "or convolution), and vLLM keeps nothing of a segment by which that state could be composed, "
     "so that these layers would compute every token all the same"
 )
-# What could be kept: with the gated delta rule (arXiv 2412.06464) a segment is an affine map of the
-# state, S_out = A S_in + B, which does not depend on the segment's position.
+_COMPOSED = (
+    "; on a CPU, --no-disable-hybrid-kv-cache-manager has states of such layers composed "
+    "(docs/hybrids.md); or serve this model without --segreuse"
+)
+# With the gated delta rule (arXiv 2412.06464) a segment is an affine map of the state,
+# S_out = A S_in + B, which does not depend on the segment's position (`segreuse_extras/states/`).
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """What `--kv-cache-dtype` may be."""
@@ -85,7 +89,29 @@ def _name(model: ModelConfig) -> str:
 
 
 def _of_model(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    return _model_faults(vllm_config.model_config)
+    return _model_faults(vllm_config.model_config, composes_states(vllm_config))
+
+
+def composes_states(vllm_config: VllmConfig) -> bool:
+    """Whether states of a model's layers are to be composed: it was asked for, by vLLM's hybrid KV
+    cache manager, and they can be."""
+    if not has_delta_rule(vllm_config.model_config.hf_text_config):
+        return False
+    return vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
+
+
+def has_delta_rule(text: object) -> bool:
+    """Whether all layers that hand a state on do so by the gated delta rule, and the others are
+    plain attention, by what `config.json` says of the layers for text."""
+    kinds = getattr(text, "layer_types", None)
+    if not isinstance(kinds, list | tuple) or not hasattr(text, "linear_key_head_dim"):
+        return False
+    known = all(kind in ("linear_attention", "full_attention") for kind in kinds)
+    return known and "linear_attention" in kinds
+
+
+def _of_states(name: str, text: object) -> str:
+    return f"{name} {_STATES_IN_PLACE_OF_KV}{_COMPOSED if has_delta_rule(text) else WITHOUT}"
 
 
 def model_reasons(model_config: ModelConfig) -> tuple[str, ...]:
@@ -105,7 +131,7 @@ def text_reasons(name: str, text: object) -> tuple[str, ...]:
         name: of the architecture.
         text: has the configuration's keys as attributes.
     """
-    states = _has_layers(text, _STATES), f"{name} {_STATES_IN_PLACE_OF_KV}{WITHOUT}"
+    states = _has_layers(text, _STATES), _of_states(name, text)
     return tuple(why for wrong, why in (*_layer_faults(name, text), states) if wrong)
 
 
@@ -139,16 +165,21 @@ def _has_layers(text: object, kinds: Sequence[str]) -> bool:
     return any(kind in kinds for each in named if isinstance(each, list | tuple) for kind in each)
 
 
-def _model_faults(model: ModelConfig) -> list[tuple[bool, str]]:
-    """Kinds of layers and of models; the more special reasons come first."""
+def _model_faults(model: ModelConfig, composed: bool = False) -> list[tuple[bool, str]]:
+    """Kinds of layers and of models; the more special reasons come first.
+
+    Args:
+        composed: whether states of its layers are.
+    """
     name, text = _name(model), model.hf_text_config
     return [
         *_layer_faults(name, text),
         (model.uses_alibi, f"{name} has ALiBi positions{WITHOUT}"),
         (model.runner_type != "generate", f"{name} is a {model.runner_type} model{WITHOUT}"),
         (
-            model.is_hybrid or model.is_attention_free or _has_layers(text, _STATES),
-            f"{name} {_STATES_IN_PLACE_OF_KV}{WITHOUT}",
+            not composed
+            and (model.is_hybrid or model.is_attention_free or _has_layers(text, _STATES)),
+            _of_states(name, text),
         ),
         (
             model.is_multimodal_model and model.using_transformers_backend(),

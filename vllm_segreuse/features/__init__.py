@@ -10,6 +10,7 @@
     api.py          routes of the administrator
     compress.py     documents of knowledge bases of which a share is kept
     documents.py    documents of knowledge bases that its models see alone (`features/knowledge/`)
+    runtime.py      what carries plans out in the place of the pass (`config/in_worker.py`)
     front.py        its half in an API server (`serve/front.py`)
     checks.py       what it refuses of requests before an engine gets them (`serve/requests.py`)
     launch.py       a connector in the place of ours (`config/launch.py`): its `CONNECTOR`, the
@@ -41,6 +42,7 @@ FEATURES = (
     "segreuse_extras.transfer",
     "segreuse_extras.pipeline",
     "segreuse_extras.windows",
+    "segreuse_extras.states",
     "segreuse_extras.explain",
     "segreuse_extras.tracing",
     "segreuse_extras.viewer",

@@ -115,12 +115,12 @@ def frozen_pool(core: Core) -> FrozenPool:
 
 def _frozen_limit(core: Core) -> int:
     """Most blocks that may be frozen: the configured share, and never so many that a request of
-    maximum length would not fit beside them. None where layers with a window have blocks of their
-    own, which would be held, too, and are not counted."""
+    maximum length would not fit beside them. None where other layers have blocks of their own,
+    which would be held, too, and are not counted."""
     longest = -(-core.slots.max_tokens // core.block_size)
     others = longest + core.manager.watermark_blocks + 1  # one for the token to come
     num_blocks = core.num_blocks
-    if core.group.others:
+    if not core.group.is_alone:
         return 0
     return max(
         0, min(int(KnowledgeOptions.of(core.config).frozen_share * num_blocks), num_blocks - others)

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from vllm_segreuse.model import rope, token_kv
-from vllm_segreuse.model.layers import DecoderStack
 from vllm_segreuse.model.modules import UnsupportedModelError, in_the_place_of
 from vllm_segreuse.model.rope import DeltaRope, RopeError
 from vllm_segreuse.model.rotary import MODULES
@@ -21,7 +20,14 @@ _SAME_DIRECTION = 0.999
 """Cosine of two heads of which one is the other, scaled and rounded."""
 
 
-def check_rotated_channels(stack: DecoderStack) -> None:
+class RotatingLayers(Protocol):
+    """Decoder layers, and the attention of each."""
+
+    layers: list[nn.Module]
+    attention: list[nn.Module]
+
+
+def check_rotated_channels(stack: RotatingLayers) -> None:
     """Rotary modules must be given whole heads: `DeltaRope` turns the first channels of a key.
 
     Raises:

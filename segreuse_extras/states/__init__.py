@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of the gated delta rule: the state behind a segment is composed, as its KV is moved.
+
+With the gated delta rule (arXiv 2412.06464, Qwen3-Next, Qwen3.5) a segment is an affine map of the
+state in front of it, `S_out = A S_in + B`. `A` and `B` are of the segment alone, so a segment that
+moves needs no rotation there.
+
+    first prompt     . . a b c d e f . .      its blocks donate KV of the attention layers
+    second prompt    . x a b c d e f . y      that KV is known: A and B are noted
+    third prompt     z z z a b c d e f z z    KV is moved, S_out = A S_in + B, and z is computed
+
+A segment is reused as a whole or not at all: it has no map of a part. What is between the segments
+is computed by the model's own forward, one stretch after the other, each from the state that the
+one before has left. What is behind the last one is left to vLLM's step.
+"""
