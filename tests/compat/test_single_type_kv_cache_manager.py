@@ -46,7 +46,7 @@ class Hybrid(Managed):
         """No block is held, and no donor lacks one."""
         assert self.pool.num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
-        assert not self.pool._pinned
+        assert not self.pool.pinned
         check_integrity(self.pool.siblings)
         indexed = [block for block in range(self.pool.num_gpu_blocks) if block in self.index]
         assert self.pool.are_whole(indexed).all()

@@ -45,7 +45,7 @@ class World:
 
     @property
     def block_size(self) -> int:
-        return int(self.feature._core.block_size)
+        return int(self.running.pool.group.block_size)
 
     def read(self) -> None:
         """Documents are read in one prompt, and their maps are noted in another one."""
@@ -100,7 +100,6 @@ def world() -> Iterator[World]:
 def check(running: Engine) -> None:
     """Nothing is held, and both halves know of the same maps."""
     running.check_idle()
-    assert not running.pool._pinned
     feature = parts_of(running.scheduler.connector.scheduler_side).feature["states"]
     # What was dropped since the last step has not been told yet.
     told = {it.number for it in feature.catalogue} | {*feature._step.dropped}

@@ -34,7 +34,7 @@ def check(running: Engine) -> None:
     """Nothing is held, and what is known of blocks in several groups agrees."""
     running.check_idle()
     check_integrity(running.pool.siblings)
-    assert not running.pool._pinned
+    assert not running.pool.pinned
     indexed = [block for block in range(running.pool.num_gpu_blocks) if block in running.index]
     assert running.pool.are_whole(indexed).all(), "a donor has lost blocks of a window"
 

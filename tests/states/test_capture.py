@@ -47,7 +47,9 @@ class Model:
 
     def __init__(self) -> None:
         self.rows: list[RunningRow] = []
-        layers = [StateLayer(name, layer_like(), 0) for name in NAMES]
+        loaded = [layer_like() for _ in NAMES]
+        self.caches = [layer.kv_cache for layer in loaded]
+        layers = [StateLayer(name, it, 0) for name, it in zip(NAMES, loaded, strict=True)]
         self.layers = StateLayers(layers, 1)
         self.captures = Captures(self.layers, lambda: self.rows)
         torch.manual_seed(0)
@@ -100,8 +102,9 @@ def test_a_map_composes_what_the_rule_computes(steps: tuple[int, ...], decoded: 
     assert (found.complete, found.failed) == ((0,), ())
     before = torch.randn(1, HEADS, CHANNELS, CHANNELS)
     expected = model.state_behind(31, 8, before)[0]
-    for layer, of_layer in zip(model.layers.layers, model.captures.maps[0], strict=True):
-        layer._states[2] = before[0]
+    maps = model.captures.maps[0]
+    for (_, states), layer, of_layer in zip(model.caches, model.layers.layers, maps, strict=True):
+        states[2] = before[0]
         layer.compose(2, of_layer)
         assert (layer.state(2) - expected).norm() < 0.01 * expected.norm(), "kept in bfloat16"
         assert torch.equal(layer.inputs(2), model.inputs[28:31])
@@ -195,10 +198,9 @@ def test_dropped_maps_are_gone() -> None:
 
 def test_a_plan_begins_with_what_is_in_front_of_it() -> None:
     model = Model()
-    for layer in model.layers.layers:
-        layer._states[1] = 3
-        layer._convolution[1] = 4
-        layer._states[2] = layer._convolution[2] = 9
+    for convolution, states in model.caches:
+        convolution[1], states[1] = 4, 3
+        convolution[2] = states[2] = 9
     model.layers.begin([2], [1])
     assert all((layer.state(2) == 3).all() for layer in model.layers.layers)
     assert all((layer.inputs(2) == 4).all() for layer in model.layers.layers)

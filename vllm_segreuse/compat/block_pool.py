@@ -212,6 +212,11 @@ class SegmentBlockPool(BlockPool):
             del self._pinned[block_id]
         return others
 
+    @property
+    def pinned(self) -> list[int]:
+        """Blocks that are held with their siblings."""
+        return [*self._pinned]
+
     def references(self, block_id: int) -> int:
         """References on a block, whoever holds them."""
         return int(self.blocks[block_id].ref_cnt)
