@@ -59,6 +59,17 @@ def test_short_segments_are_dropped_whole() -> None:
     assert Pieces.from_table([]).of_segments_above(0).rows() == []
 
 
+def test_what_goes_behind_a_position_begins_within_a_piece() -> None:
+    found = pieces((8, 4, 0), (20, 3, 7))
+    assert found.behind(8).rows() == found.rows()
+    assert found.behind(12).rows() == [[20, 3, 71, 0, 7]]
+    [first, rest] = found.behind(10).rows()
+    assert first == [10, 2, 70, 2, 2]
+    assert rest == [20, 3, 71, 0, 7]
+    assert found.behind(23).rows() == []
+    assert found.behind(10).kept.tolist() == [int(found.kept[0]) + 2, int(found.kept[1])]
+
+
 def test_segments_are_numbered_from_0_on() -> None:
     rows = [[8, 2, 70, 0, 0], [10, 2, 71, 0, 2], [20, 3, 72, 0, 9], [30, 4, 73, 0, 9]]
     assert Pieces.from_table(rows, is_similar=True).segment.tolist() == [0, 0, 1, 2]

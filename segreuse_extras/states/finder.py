@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from segreuse_extras.finder import FinderAround
@@ -61,27 +59,11 @@ class WholeSegments(FinderAround):
         self.missed = _runs_without(pieces, self.taken, self._shortest)
         if not self.taken:
             return NOTHING
-        parts = [within(pieces, it.first, it.stop) for it in self.taken]
+        parts = [pieces.up_to(it.stop).behind(it.first) for it in self.taken]
         together = parts[0]
         for part in parts[1:]:
             together = together.merged(part)
         return Matches.of(together, found.max_depth)
-
-
-def within(pieces: Pieces, first: int, stop: int) -> Pieces:
-    """What of pieces goes to positions `[first, stop)`."""
-    ending = pieces.up_to(stop)
-    cut = np.maximum(first - ending.destination, 0).astype(np.int32)
-    moved = replace(
-        ending,
-        destination=ending.destination + cut,
-        length=ending.length - cut,
-        offset=ending.offset + cut,
-        position=ending.position + cut,
-        kept=ending.kept + cut,
-        begins=ending.begins & (cut == 0),
-    )
-    return moved.where(moved.length > 0)
 
 
 def _runs_without(pieces: Pieces, taken: list[Placed], shortest: int) -> list[tuple[int, int]]:

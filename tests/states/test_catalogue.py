@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from segreuse_extras.states.catalogue import LEAST_TOKENS, MapCatalogue
-from segreuse_extras.states.finder import WholeSegments, within
+from segreuse_extras.states.finder import WholeSegments
 from segreuse_extras.states.messages import Placed
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
@@ -204,4 +204,4 @@ def test_where_there_is_no_room_segments_go_as_a_whole() -> None:
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 5), (40, 60)])
 def test_nothing_of_pieces_is_elsewhere(first: int, stop: int) -> None:
-    assert len(within(Pieces.from_table([[5, 35, 1, 0, 0]]), first, stop)) == 0
+    assert len(Pieces.from_table([[5, 35, 1, 0, 0]]).up_to(stop).behind(first)) == 0

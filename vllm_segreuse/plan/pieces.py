@@ -205,6 +205,20 @@ class Pieces:
         left = np.minimum(self.length, stop - self.destination).astype(np.int32)
         return replace(self, length=left).where(left > 0)
 
+    def behind(self, start: int) -> Pieces:
+        """What of them goes to positions from `start` on."""
+        cut = np.maximum(start - self.destination, 0).astype(np.int32)
+        left = replace(
+            self,
+            destination=self.destination + cut,
+            length=self.length - cut,
+            offset=self.offset + cut,
+            position=self.position + cut,
+            kept=self.kept + cut,
+            begins=self.begins & (cut == 0),
+        )
+        return left.where(left.length > 0)
+
     def turned(self, behind: IntArray, images: Images | None) -> Pieces:
         """The same copies, with what images change of their rotation; split where that changes.
 
