@@ -9,7 +9,8 @@ caches of both servers hold, and each request brings them in another order, behi
     topic   four of the same eight: documents that are asked for together
 
 Requests about a topic belong to sessions, several of which have the same topic: a router that sends
-a session to one engine knows no more. Without a header, requests are spread.
+a session to one engine knows no more. Without a header, requests are spread at random; by round
+robin, nginx sends them to one server after the other, and knows no recipe.
 
 Prompts are the same for every kind of header; caches are empty at the beginning of each run.
 """
@@ -49,7 +50,7 @@ REQUESTS, QUICK_REQUESTS = 120, 24
 HEADERS: Mapping[str, Sequence[str]] = {
     "one": ("none", "documents"),
     "four": ("none", "documents"),
-    "topic": ("none", "session", "documents", "topic"),
+    "topic": ("none", "round_robin", "session", "documents", "topic"),
 }
 """What the header is made of, by workload."""
 
@@ -60,6 +61,13 @@ _FLAGS = (
     *("--dtype", "bfloat16", "--enforce-eager", "--served-model-name", "m"),
 )
 _START_S = 20
+
+
+class Router(NamedTuple):
+    """Addresses of nginx: of the recipe, and of a round robin over the same servers."""
+
+    hashed: str
+    round_robin: str
 
 
 class Request(NamedTuple):
@@ -75,9 +83,9 @@ def run(quick: bool) -> harness.SuiteResult:
     """All workloads with each kind of header."""
     number = QUICK_REQUESTS if quick else REQUESTS
     try:
-        with servers() as running, nginx([server.url for server in running]) as url:
+        with servers() as running, nginx([server.url for server in running]) as router:
             rows = [
-                measure(workload, header, url, running, number)
+                measure(workload, header, router, running, number)
                 for workload, headers in HEADERS.items()
                 for header in headers
             ]
@@ -113,6 +121,7 @@ def headers_of(request: Request, kind: str) -> dict[str, str]:
     """What a client sends."""
     names = {
         "none": [],
+        "round_robin": [],
         "session": [f"session {request.session}"],
         "documents": [f"document {number}" for number in request.documents],
         "topic": [f"topic {number // TOPIC}" for number in request.documents],
@@ -141,8 +150,8 @@ def servers() -> Iterator[list[Server]]:
 
 
 @contextlib.contextmanager
-def nginx(urls: Sequence[str]) -> Iterator[str]:
-    """nginx with the recipe in front of these servers; its address.
+def nginx(urls: Sequence[str]) -> Iterator[Router]:
+    """nginx with the recipe in front of these servers.
 
     Raises:
         BenchError: there is no nginx, or it does not start.
@@ -150,16 +159,17 @@ def nginx(urls: Sequence[str]) -> Iterator[str]:
     program = shutil.which("nginx")
     if program is None:
         raise harness.BenchError("there is no nginx: apt-get install nginx-light")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with socket.socket() as one, socket.socket() as other:
+        for free in (one, other):
+            free.bind(("127.0.0.1", 0))
+        hashed, by_turns = (f"127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "nginx.conf")
-        file.write_text(_around(recipe(urls, address), folder))
+        file.write_text(_around(recipe(urls, hashed) + _round_robin(urls, by_turns), folder))
         process = subprocess.Popen([program, "-p", folder, "-c", str(file)])
         try:
-            wait_for(f"http://{address}/health", process)
-            yield f"http://{address}"
+            wait_for(f"http://{hashed}/health", process)
+            yield Router(f"http://{hashed}", f"http://{by_turns}")
         finally:
             process.terminate()
             process.wait(10)
@@ -171,6 +181,16 @@ def recipe(urls: Sequence[str], address: str) -> str:
     for placeholder, url in zip(_ADDRESSES, urls, strict=True):
         text = text.replace(placeholder, url.removeprefix("http://"))
     return text
+
+
+def _round_robin(urls: Sequence[str], address: str) -> str:
+    """What nginx does with several servers of which it is told nothing else."""
+    members = "".join(f"server {url.removeprefix('http://')};\n" for url in urls)
+    return (
+        f"upstream by_turns {{\n{members}}}\n"
+        f"server {{\nlisten {address};\nclient_max_body_size 64m;\n"
+        "location / {\nproxy_pass http://by_turns;\nproxy_read_timeout 600s;\n}\n}\n"
+    )
 
 
 def _around(text: str, folder: str) -> str:
@@ -207,13 +227,13 @@ def _zipf(number: int) -> np.ndarray:
 
 
 def measure(
-    workload: str, header: str, url: str, running: Sequence[Server], number: int
+    workload: str, header: str, router: Router, running: Sequence[Server], number: int
 ) -> harness.Row:
     """Send so many requests of a workload to the router, and count what the servers reused.
 
     Args:
-        header: what the routing header names.
-        url: of the router.
+        header: what the routing header names, or `round_robin`.
+        router: where to send them.
         running: the servers behind it; their caches are emptied first.
 
     Raises:
@@ -223,6 +243,7 @@ def measure(
     before = [_admitted(server) for server in running]
     documents = _documents()
     reports = []
+    url = router.round_robin if header == "round_robin" else router.hashed
     with httpx.Client(base_url=url, timeout=120) as client:
         for request in harness.progress(requests(workload, number), f"{workload}, {header}"):
             reports.append(_ask(client, request, documents, headers_of(request, header)))

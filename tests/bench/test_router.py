@@ -101,8 +101,8 @@ def stubs() -> Iterator[list[Stub]]:
 
 @pytest.fixture
 def url(stubs: list[Stub]) -> Iterator[str]:
-    with router.nginx([stub.url for stub in stubs]) as address:
-        yield address
+    with router.nginx([stub.url for stub in stubs]) as running:
+        yield running.hashed
 
 
 def shares(stubs: list[Stub]) -> list[int]:
@@ -170,6 +170,15 @@ def test_requests_without_it_are_spread(url: str, stubs: list[Stub]) -> None:
 
 
 @needs_nginx
+def test_round_robin_goes_to_one_server_after_the_other(stubs: list[Stub]) -> None:
+    with router.nginx([stub.url for stub in stubs]) as running:
+        for number in range(1, 9):
+            httpx.post(f"{running.round_robin}/v1/completions", content=b"x", headers={HEADER: "a"})
+            assert sum(shares(stubs)) == number
+            assert max(shares(stubs)) - min(shares(stubs)) <= 1
+
+
+@needs_nginx
 def test_long_prompts_pass_and_the_administrators_routes_do_not(
     url: str, stubs: list[Stub]
 ) -> None:
@@ -233,13 +242,16 @@ def test_popular_documents_are_asked_for_more_often() -> None:
 
 def test_headers_name_documents_their_topic_or_the_session() -> None:
     first, same_topic, other = (router.Request([n], [], []) for n in (0, 7, 8))
-    assert router.headers_of(first, "none") == {}
+    assert router.headers_of(first, "none") == router.headers_of(first, "round_robin") == {}
     headers: Callable[..., Any] = router.headers_of
     assert headers(first, "documents") != headers(same_topic, "documents")
     assert headers(first, "topic") == headers(same_topic, "topic") != headers(other, "topic")
     same_session = other._replace(session=first.session)
     assert headers(first, "session") == headers(same_session, "session")
     assert headers(first, "session") != headers(first._replace(session=1), "session")
+
+
+ROUTER = router.Router("http://hashed", "http://by-turns")
 
 
 class Asked:
@@ -259,6 +271,7 @@ def test_a_row_counts_what_was_reused_and_where(monkeypatch: pytest.MonkeyPatch)
     sent = []
 
     def ask(client: Any, request: Any, documents: Any, headers: Any) -> Any:
+        assert str(client.base_url) == ROUTER.hashed
         sent.append((request, headers))
         running[len(sent) % 4 == 0].admitted += 1
         return {"reused_tokens": 200, "prefix_tokens": 56}
@@ -266,7 +279,7 @@ def test_a_row_counts_what_was_reused_and_where(monkeypatch: pytest.MonkeyPatch)
     reset: list[Any] = []
     monkeypatch.setattr(router, "reset", reset.append)
     monkeypatch.setattr(router, "_ask", ask)
-    row = router.measure("one", "documents", "http://x", running, 8)
+    row = router.measure("one", "documents", ROUTER, running, 8)
     assert reset == [running]
     assert [request for request, _ in sent] == router.requests("one", 8)
     assert all(headers for _, headers in sent)
@@ -285,4 +298,4 @@ def test_requests_that_were_not_admitted_are_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(router, "reset", lambda _: None)
     monkeypatch.setattr(router, "_ask", lambda *_: {"reused_tokens": 0, "prefix_tokens": 0})
     with pytest.raises(BenchError, match="8 requests were sent, and 0 admitted"):
-        router.measure("one", "none", "http://x", running, 8)
+        router.measure("one", "none", ROUTER, running, 8)
