@@ -18,6 +18,9 @@ And, where they are asked for by `--part`:
 
 - `stages`, `throughput_ratio_stages`: both have two pipeline stages, each with a core of its own.
   They are compiled in the quick form, too: eager engines for CPUs fail at their first step there.
+  With any connector vLLM waits for the answers of all stages, else for the last one's. What that
+  costs is told apart: `throughput_ratio_stages_idle` is of vLLM with a connector that does nothing.
+  Servers are started anew a few times, since starts differ by more than batches do.
 - `hosted`, `throughput_ratio_hosted`: a prefill server whose connector, NIXL's, moves nothing. With
   the plugin segment reuse hosts it (`configs/prefill.yaml`).
 """
@@ -49,11 +52,18 @@ from bench.server import (
 
 SHAPE = "bench8"
 SERVERS = ("plain", "segreuse")
+IDLE = "idle"
+"""vLLM with a connector that does nothing (`bench/idle_connector.py`)."""
 USUAL, STAGES, HOSTED = PARTS = ("usual", "stages", "hosted")
 NAMESPACE = ["bench-overhead"]
 PREFILL = harness.REPOSITORY / "configs" / "prefill.yaml"
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 """What `PREFILL` hosts, by itself."""
+NOTHING = {
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": "bench.idle_connector",
+    "kv_role": "kv_both",
+}
 
 _FIRST_TEXT_TOKEN = 300  # below are special tokens and single bytes
 _KNOWN_DOCUMENTS = 2
@@ -90,20 +100,24 @@ class Comparison(NamedTuple):
         bound: whether both servers compute on all cores.
         beside: prompts of known documents that come with each batch.
         part: of the suite.
+        servers: that take turns.
+        starts: how often they are started; each start takes a part of the batches.
     """
 
     name: str
     bound: bool
     beside: int
     part: str = USUAL
+    servers: Sequence[str] = SERVERS
+    starts: int = 1
 
 
 COMPARISONS = (
     Comparison("throughput_ratio", bound=False, beside=0),
     Comparison("throughput_ratio_bound", bound=True, beside=0),
     Comparison("throughput_ratio_beside_reuse", bound=True, beside=2),
-    Comparison("throughput_ratio_stages", bound=True, beside=0, part=STAGES),
-    Comparison("throughput_ratio_hosted", bound=True, beside=0, part=HOSTED),
+    Comparison("throughput_ratio_stages", True, 0, STAGES, (*SERVERS, IDLE), starts=4),
+    Comparison("throughput_ratio_hosted", True, 0, HOSTED, starts=4),
 )
 
 
@@ -142,33 +156,60 @@ def run(quick: bool, parts: Sequence[str] | None = None) -> harness.SuiteResult:
     summary: dict[str, float | str] = {}
     wanted = [one for one in COMPARISONS if one.part in (parts or [USUAL])]
     try:
-        for bound, part in dict.fromkeys((one.bound, one.part) for one in wanted):
-            eager = quick and part != STAGES
-            with ExitStack() as stack:
-                servers = {
-                    name: stack.enter_context(server_of(name, bound, eager, part))
-                    for name in SERVERS
-                }
-                for comparison in wanted:
-                    if (comparison.bound, comparison.part) == (bound, part):
-                        seconds = asyncio.run(measure(servers, load, comparison))
-                        rows += _rows(load, comparison, seconds, servers, eager)
-                        summary |= ratio(comparison.name, seconds)
+        for alike in _alike(wanted):
+            found, taken = _measured(alike, load, quick)
+            rows += found
+            for name, seconds in taken.items():
+                summary |= ratio(name, seconds)
+                if IDLE in seconds:
+                    summary |= ratio(f"{name}_{IDLE}", seconds, IDLE)
     except (ServerError, openai.OpenAIError) as error:
         raise harness.BenchError(str(error)) from error
     return {"rows": rows, "summary": summary}
 
 
-def ratio(name: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, float | str]:
+def _alike(wanted: Sequence[Comparison]) -> list[list[Comparison]]:
+    """Those that the same servers are asked for."""
+    kinds = dict.fromkeys((one.bound, one.part) for one in wanted)
+    return [[one for one in wanted if (one.bound, one.part) == kind] for kind in kinds]
+
+
+def _measured(
+    alike: Sequence[Comparison], load: Load, quick: bool
+) -> tuple[list[harness.Row], dict[str, dict[str, list[float]]]]:
+    """Rows of each start, and the seconds of each batch by comparison and server."""
+    rows: list[harness.Row] = []
+    of_all: dict[str, dict[str, list[float]]] = {}
+    kind = alike[0]
+    eager, starts = quick and kind.part != STAGES, 1 if quick else kind.starts
+    load = load._replace(batches=-(-load.batches // starts))
+    for _ in range(starts):
+        with ExitStack() as stack:
+            servers = {
+                name: stack.enter_context(server_of(name, kind.bound, eager, kind.part))
+                for name in kind.servers
+            }
+            for comparison in alike:
+                seconds = asyncio.run(measure(servers, load, comparison))
+                rows += _rows(load, comparison, seconds, servers, eager)
+                of_this = of_all.setdefault(comparison.name, {name: [] for name in seconds})
+                for name, values in seconds.items():
+                    of_this[name] += values
+    return rows, of_all
+
+
+def ratio(
+    name: str, seconds: Mapping[str, Sequence[float]], server: str = "segreuse"
+) -> dict[str, float | str]:
     """The figure and its interval; the batches of a pair were measured right after each other."""
-    pairs = zip(seconds["plain"], seconds["segreuse"], strict=True)
-    ratios = [alone / plugin for alone, plugin in pairs]
+    pairs = zip(seconds["plain"], seconds[server], strict=True)
+    ratios = [alone / other for alone, other in pairs]
     low, high = harness.median_interval(ratios)
     return {name: harness.median(ratios), f"{name}_low": low, f"{name}_high": high}
 
 
 def server_of(name: str, bound: bool, eager: bool, part: str = USUAL) -> Server:
-    """One of `SERVERS`; vLLM binds its threads to cores if `bound`.
+    """One of `SERVERS`, or `IDLE`; vLLM binds its threads to cores if `bound`.
 
     Raises:
         BenchError: `part` is `STAGES`, and there is one core.
@@ -184,11 +225,18 @@ def server_of(name: str, bound: bool, eager: bool, part: str = USUAL) -> Server:
         own = ["--kv-transfer-config", json.dumps(TRANSFER)]
         args += own if name == "plain" else ["--segreuse-config", str(PREFILL)]
         env |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,self,sm"}
+    if name == IDLE:
+        args += ["--kv-transfer-config", json.dumps(NOTHING)]
+        env["PYTHONPATH"] = os.pathsep.join([str(harness.REPOSITORY), *_python_path()])
     if name == "segreuse":
         return Server(_model(), args, env, command=SEGREUSE_COMMAND, start_timeout_s=_START_S)
     # A name that no plugin has: `Server` takes an empty value for one to be unset.
     env["VLLM_PLUGINS"] = "none"
     return Server(_model(), args, env, command=VLLM_COMMAND, start_timeout_s=_START_S)
+
+
+def _python_path() -> list[str]:
+    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
 
 
 def _two_cores() -> list[int]:
@@ -218,7 +266,7 @@ async def measure(
             await _complete(client, model, document, 1, _extra(name))
     for turn in harness.progress(range(load.batches + 2), comparison.name):
         waking, batch = prompts.batch(0), prompts.batch(comparison.beside)
-        for name in harness.rotated(SERVERS, turn):
+        for name in harness.rotated([*servers], turn):
             client, model = clients[name], servers[name].model_name
             with ExitStack() as stack:
                 for other in servers.keys() - {name}:

@@ -153,6 +153,11 @@ def test_both_servers_of_a_part_have_what_it_is_about(monkeypatch: pytest.Monkey
     for part in (overhead.STAGES, overhead.HOSTED):
         for name in overhead.SERVERS:
             overhead.server_of(name, True, False, part)
+    overhead.server_of(overhead.IDLE, True, False, overhead.STAGES)
+    args, env = made.pop()
+    assert args[-2:] == ["--kv-transfer-config", json.dumps(overhead.NOTHING)]
+    assert str(overhead.harness.REPOSITORY) in env["PYTHONPATH"].split(":")
+    assert env["VLLM_PLUGINS"] == "none"
     for args, env in made[:2]:
         assert args[-2:] == ["--pipeline-parallel-size", "2"]
         assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0|3"
@@ -187,15 +192,39 @@ def test_parts_are_measured_where_they_are_asked_for(
 
     async def measure(_: Any, __: Any, comparison: overhead.Comparison) -> Any:
         asked.append(comparison.name)
-        return {name: [1.0] * 8 for name in overhead.SERVERS}
+        return {name: [1.0] * 8 for name in comparison.servers}
 
     monkeypatch.setattr(overhead, "server_of", server_of)
     monkeypatch.setattr(overhead, "measure", measure)
     result = overhead.run(True, parts)
     assert asked == names
     assert set(names) <= result["summary"].keys()
-    assert len(started) == len(set(started)) == (2 if parts == ["stages"] else 4)
+    assert len(started) == len(set(started)) == {None: 4, 1: 3, 2: 5}[parts and len(parts)]
     assert all(eager is (part != overhead.STAGES) for _, _, eager, part in started)
+
+
+def test_what_a_connector_costs_is_told_apart_over_several_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+
+    def server_of(name: str, *_: Any) -> Any:
+        started.append(name)
+        return nullcontext(SimpleNamespace(log_text=lambda: ""))
+
+    async def measure(servers: Any, load: overhead.Load, _: Any) -> Any:
+        assert [*servers] == ["plain", "segreuse", "idle"]
+        slower = {"plain": 1.0, "segreuse": 2.0, "idle": 1.25}
+        return {name: [slower[name]] * load.batches for name in servers}
+
+    monkeypatch.setattr(overhead, "server_of", server_of)
+    monkeypatch.setattr(overhead, "measure", measure)
+    result = overhead.run(False, ["stages"])
+    assert started == ["plain", "segreuse", "idle"] * 4
+    summary = result["summary"]
+    assert summary["throughput_ratio_stages"] == 0.5
+    assert summary["throughput_ratio_stages_idle"] == 0.8
+    assert sum(row["batches"] for row in result["rows"]) == 3 * overhead.FULL.batches
 
 
 def test_the_cores_that_compute_are_those_of_the_log() -> None:
