@@ -82,6 +82,7 @@ def test_tests_without_an_engine_need_no_reason() -> None:
     selection.check([item("kernels/test_cuda_align", pytest.mark.slow)], ENGINES)
 
 
+@pytest.mark.slow  # a push collects the folder, and fails if one is not
 def test_all_tests_with_engines_are_marked_so() -> None:
     """Of the whole folder, so that no module is taken to run at a push only since it is there."""
     command = [sys.executable, "-m", "pytest", str(ENGINES), "--collect-only", "-q", "-n", "0"]

@@ -11,7 +11,9 @@ from bench.english.command import result_of
 from bench.english.records import Records
 from bench.harness import REPOSITORY
 
-FILES = sorted((REPOSITORY / "bench/results").glob("*/english-*.jsonl"))
+FILES = sorted(
+    (REPOSITORY / "bench/results").glob("*/english-*.jsonl"), key=lambda file: file.stat().st_size
+)
 
 
 def rounded(value: Any) -> Any:
@@ -19,7 +21,11 @@ def rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [*FILES[:1], *(pytest.param(file, marks=pytest.mark.slow) for file in FILES[1:])],
+    ids=lambda file: file.stem,
+)
 def test_the_result_is_of_the_records(file: Path) -> None:
     published = json.loads(file.with_suffix(".json").read_text())
     result = result_of(Records.joined([file]))

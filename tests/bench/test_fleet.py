@@ -230,6 +230,7 @@ def test_a_lost_engine_is_missed_and_answers_nothing_meanwhile(streams: Streams)
     assert found["ttft_p99_broken"] > found["ttft_p99_whole"]
 
 
+@pytest.mark.slow
 def test_the_footprint_is_of_the_real_index_and_scorer() -> None:
     row = in_new_process(index_row, 1 << 19, 16)
     assert 4 < row["bytes_per_token"] < 2 * row["reserved_per_token"]

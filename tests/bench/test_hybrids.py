@@ -325,6 +325,7 @@ def trained(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_where_it_was(
     trained: Path,
     tmp_path: Path,

@@ -29,6 +29,7 @@ def test_values_change_and_words_do_not() -> None:
     assert edited != canonical[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time_first", [False, True])
 def test_shares_of_a_trace_are_all_of_it(time_first: bool) -> None:
     row = similar.measure_trace(2, time_first, block_size=32)

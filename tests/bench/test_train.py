@@ -84,6 +84,7 @@ def test_a_folder_of_another_seed_is_refused(tmp_path: Path) -> None:
         _training(tmp_path, seed=1)
 
 
+@pytest.mark.slow
 def test_a_hybrid_is_trained_and_goes_on_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

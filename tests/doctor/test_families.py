@@ -30,6 +30,18 @@ FAMILIES: dict[str, dict[str, Any]] = json.loads(
 )
 
 
+AT_PUSH = (
+    *("llama-3.1-8b", "phi-3-mini-128k", "gemma-3-27b", "gemma-4-e2b", "gpt-oss-20b"),
+    *("glm-4.5-air", "qwen2.5-vl-7b", "olmo-2-7b"),
+)
+"""Of those that work; those that do not are examined at every push."""
+
+
+def _or_slow(name: str) -> Any:
+    is_slow = FAMILIES[name]["works"] and name not in AT_PUSH
+    return pytest.param(name, marks=pytest.mark.slow) if is_slow else name
+
+
 def stand_in(code: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Make vLLM believe that it has looked at the code, of which no layers can be built."""
 
@@ -48,7 +60,7 @@ def found(config: dict[str, Any], folder: Path, **options: Any) -> Diagnosis:
     return diagnosis.diagnose(EngineArgs(model=str(folder), **options), SegReuseConfig())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [_or_slow(name) for name in FAMILIES])
 def test_the_verdict_on_a_family(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +234,7 @@ def test_latent_models_work_where_vllm_has_a_prefix_cache(name: str, tmp_path: P
 
 
 def test_there_is_a_family_for_every_reason_and_enough_of_them() -> None:
+    assert all(FAMILIES[name]["works"] for name in AT_PUSH)
     assert len(FAMILIES) >= 25
     assert sum(family["works"] for family in FAMILIES.values()) >= 10
 

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parent.parent.parent
 PAGE = REPOSITORY / "docs" / "is-it-for-me.md"
 
 
+@pytest.mark.slow
 def test_the_example_is_what_is_printed(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     example = text.partition("$ python examples/request_log.py")[2].partition("```")[0]

@@ -36,7 +36,13 @@ def in_one(given: list[PromptTokens]) -> list[SizeRow]:
 
 
 @pytest.mark.parametrize(
-    ("count", "processes"), [(9, 3), (10, 2), (20, 2), (37, 3), (37, 9), (20, 1)]
+    ("count", "processes"),
+    [
+        (9, 3),
+        *(pytest.param(*some, marks=pytest.mark.slow) for some in ((10, 2), (20, 2), (37, 9))),
+        (37, 3),
+        (20, 1),
+    ],
 )
 def test_the_rows_are_those_of_one_process(
     count: int, processes: int, monkeypatch: pytest.MonkeyPatch

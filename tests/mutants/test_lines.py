@@ -9,6 +9,8 @@ from tests.mutants import lines
 from tests.mutants.copies import MutantsError
 from tests.mutants.lines import Traced
 
+pytestmark = pytest.mark.slow
+
 ANSWER = """
 A = 1
 

@@ -9,6 +9,8 @@ from tests.mutants import copies, forks
 from tests.mutants.places import TOGETHER, Place, Sources
 from tests.mutants.sampled import Mutant
 
+pytestmark = pytest.mark.slow
+
 ANSWER = "vllm_segreuse/answer.py"
 RIGHT, FORKED, HANGING = (f"tests/test_{it}.py" for it in ("answer", "forked", "hanging"))
 

@@ -77,6 +77,7 @@ def test_what_is_drawn_is_python(folder: str) -> None:
             assert ast.dump(ast.parse(text)) != before
 
 
+@pytest.mark.slow
 def test_a_draw_can_be_repeated_and_changes_files_that_are_there() -> None:
     drawn = sampled.sample(30, 4, REPOSITORY)
     assert drawn == sampled.sample(30, 4, REPOSITORY)
