@@ -99,6 +99,11 @@ class KernelBuilder(build_ext):
         # No Python module: loaded by name, for any Python version.
         return str(Path(*fullname.split("."))) + ".so"
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.parallel is None:  # nobody has said how many at once
+            self.parallel = os.cpu_count()
+
     def run(self) -> None:
         remove_libraries(Path(self.build_lib))
         super().run()

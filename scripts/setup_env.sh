@@ -66,11 +66,14 @@ pip_install() {
 
 echo "setup: installing $(grep -c == "$requirements") pinned packages into .venv (minutes, the first time only)"
 pip_install -r "$requirements"
-pip_install --no-build-isolation --editable .
 
 # Where PYTHONDONTWRITEBYTECODE is set nobody else would write byte code, and each process of vLLM
 # would take twice as long to start. Some packages carry templates that are no Python: never mind.
-.venv/bin/python -m compileall -q -j 0 .venv/lib/python*/site-packages >>"$log" 2>&1 || true
+# The kernels are built meanwhile.
+.venv/bin/python -m compileall -q -j 0 .venv/lib/python*/site-packages >.venv/compileall.log 2>&1 &
+compiling=$!
+pip_install --no-build-isolation --editable .
+wait "$compiling" || true
 
 # A CUDA build of these beside a CPU torch breaks the import of transformers.
 for name in torchvision torchaudio torchcodec; do
