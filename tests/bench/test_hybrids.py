@@ -21,6 +21,8 @@ from lab.hybrids.arms import HEADS, SOURCES, Prompt, in_pieces
 from lab.hybrids.figures import Outcome, Record
 from lab.segments import Memory, Reader
 
+pytestmark = pytest.mark.slow  # a study of its own, which no user runs
+
 SHAPE = HybridShape(512, hidden_size=32, intermediate_size=48, head_dim=16)
 STATES_ONLY = 2e-5
 """By how much states of float32 may differ that were summed in another order."""
@@ -325,7 +327,6 @@ def trained(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
 def test_the_command_goes_on_where_it_was(
     trained: Path,
     tmp_path: Path,

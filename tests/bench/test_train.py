@@ -14,6 +14,8 @@ from lab import mixture
 from lab.curriculum import Lesson
 from lab.mixture import Batch, Stage
 
+pytestmark = pytest.mark.slow  # of how our own models are trained
+
 SHORT = [
     Lesson(Stage(48, 2, max_hops=0, recall=1.0), 6, enough=0.0),  # left after its first window
     Lesson(Stage(64, 2, max_hops=1), 6, falling=True),
@@ -54,7 +56,7 @@ def _curve(out: Path) -> list[dict[str, Any]]:
     return [{name: e[name] for name in e if name != "seconds"} for e in entries]
 
 
-@pytest.mark.parametrize("steps", [pytest.param((2,), marks=pytest.mark.slow), (4, 8)])
+@pytest.mark.parametrize("steps", [(2,), (4, 8)])
 def test_a_training_that_was_stopped_ends_with_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
 ) -> None:
@@ -84,7 +86,6 @@ def test_a_folder_of_another_seed_is_refused(tmp_path: Path) -> None:
         _training(tmp_path, seed=1)
 
 
-@pytest.mark.slow
 def test_a_hybrid_is_trained_and_goes_on_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,12 @@ from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.programs import probed
 from vllm_segreuse.prefill.selection import Choice, choose_tokens
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        "engines of a benchmark, of real language", instead="bench/test_english_run e2e/test_lab"
+    ),
+]
 
 ARMS = [arm(name) for name in ("default", "shift", "all")]
 

@@ -32,7 +32,12 @@ MODULE = "tests.e2e.test_expert_parallel"
 SOME = ("plain", "shift", "sparse", "focus", "everything")
 WAYS = {way: tensor_parallel.WAYS[way] for way in SOME}
 
-pytestmark = needs_two_cores("expert parallelism")
+pytestmark = [
+    needs_two_cores("expert parallelism"),
+    pytest.mark.slow(
+        "each rank has half of the experts", instead="e2e/test_tensor_parallel e2e/test_equality"
+    ),
+]
 
 
 def local_experts(worker: Any) -> list[int]:

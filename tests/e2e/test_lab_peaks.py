@@ -13,7 +13,10 @@ from bench.suites import quality
 from tests.e2e.engine import quick_start
 from vllm_segreuse.policies import peaks
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow("another model of the lab", instead="e2e/test_lab e2e/test_policies"),
+]
 
 SHIFT = Arm("shift", {"policy": "shift"})
 PEAKS = Arm("peaks", {"policy": "peaks", "recompute_ratio": 0.1})

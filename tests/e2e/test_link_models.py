@@ -10,6 +10,11 @@ from bench.quality.isolated import Isolated, Reference, isolated_engine
 from bench.suites import link
 from tests.e2e.engine import quick_start
 
+pytestmark = pytest.mark.slow(
+    "the bundled models trained on documents",
+    instead="e2e/test_isolated_documents e2e/test_anchors",
+)
+
 
 @pytest.fixture(scope="module", params=["link5", "anchors50"])
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Isolated, Reference]]:
