@@ -10,6 +10,7 @@ from segreuse_extras.similar.options import SimilarServer
 from segreuse_extras.trained.folder import layout_of
 from segreuse_extras.trained.layout import LayoutError
 from vllm_segreuse.engine.supported import RefusedError
+from vllm_segreuse.features.knowledge.compression import compressor
 from vllm_segreuse.features.tier.options import TierServer
 from vllm_segreuse.options.server import ServerOptions
 
@@ -32,6 +33,12 @@ def check(vllm_config: VllmConfig, config: ServerOptions) -> None:
         raise RefusedError(str(error)) from None
     if layout is not None:
         check_options(config)
+        if layout.anchors is not None and compressor() is None:
+            raise RefusedError(
+                "anchors stand for documents of this model (segreuse in its config.json), and no "
+                "feature of this server keeps them: list segreuse_extras.compressed in "
+                "vllm_segreuse.features.FEATURES"
+            )
 
 
 def check_options(config: ServerOptions) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from bench.integrity import check_integrity
 from segreuse_extras.compressed.orders import CopyOrder
 from tests.knowledge import fake_engine
 from tests.knowledge.fake_engine import BLOCK_SIZE, FakeEngine
+from vllm_segreuse import features
 from vllm_segreuse.features.knowledge.chunks import Shape, lengths_of, num_blocks, shape_for
 from vllm_segreuse.features.knowledge.compression import CompressionSettings
 from vllm_segreuse.features.knowledge.errors import (
@@ -34,7 +35,8 @@ from vllm_segreuse.features.knowledge.errors import (
 from vllm_segreuse.features.knowledge.schemas import AddDocuments, CreateBase, WarmDocuments
 from vllm_segreuse.features.knowledge.service import KnowledgeService
 from vllm_segreuse.features.knowledge.store import DocumentRecord, Store
-from vllm_segreuse.features.knowledge.work import joined, work_for
+from vllm_segreuse.features.knowledge.warming import Urgency, Warming
+from vllm_segreuse.features.knowledge.work import Work, joined, work_for
 from vllm_segreuse.options.parsing import COPY, SCORE
 
 SHAPE = Shape(block_size=BLOCK_SIZE, max_prompt_tokens=63, chunk_tokens=20)
@@ -225,6 +227,81 @@ def test_a_model_that_reads_whole_documents_only_says_so() -> None:
         await service.add("base", body(keep=None, a=TOKENS))
 
     run(test, isolated=Mock(tokens=lambda text, token_ids, where: token_ids))
+
+
+# Where no feature compresses.
+
+
+@pytest.fixture
+def nothing_compresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of features without the one that does."""
+    others = (name for name in features.FEATURES if name != "segreuse_extras.compressed")
+    monkeypatch.setattr(features, "FEATURES", tuple(others))
+
+
+@pytest.mark.usefixtures("nothing_compresses")
+def test_without_the_feature_documents_are_kept_whole_or_refused() -> None:
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        with pytest.raises(InvalidError, match=r"list segreuse_extras\.compressed in") as refused:
+            await service.add("base", body(a=TOKENS))
+        assert refused.value.param == "documents.0.keep"
+        [added] = await service.add("base", body(keep=None, a=TOKENS))
+        assert added.status == "warm"
+
+    run(test)
+
+
+@pytest.mark.usefixtures("nothing_compresses")
+def test_without_the_feature_an_order_to_compress_fails_and_says_why() -> None:
+    async def main() -> None:
+        whole, part = (
+            work_for(SHAPE, "key", np.zeros(0, np.int32), np.arange(7, dtype=np.int32), how, None)
+            for how in (None, HALF)
+        )
+
+        async def work_of(entry: str) -> Work:
+            return {"whole": whole, "part": part}[entry]
+
+        chosen = AsyncMock()
+        warming = Warming(FakeEngine(), work_of, lambda entry: True, chosen)
+        for entry in ("part", "whole"):
+            await warming.add(entry, Urgency.ASKED_FOR)
+        assert "list segreuse_extras.compressed in" in (warming.error("part") or "")
+        assert warming.error("whole") is None
+        chosen.assert_not_called()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_was_compressed_before_is_a_fault_where_nothing_compresses(
+    tmp_path: Path, stages: int, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "manifest"
+
+    async def before() -> None:
+        async with serving(FakeEngine(), path=path) as service:
+            await service.create_base(CreateBase(name="base"))
+            await service.add("base", body(a=TOKENS))
+            await service.add("base", body(keep=None, whole=TOKENS))
+
+    async def after() -> None:
+        engine, shape = FakeEngine(), SHAPE._replace(stages=stages)
+        async with fake_engine.serving(engine, shape, path) as service:
+            await service.finish()
+            assert (await service.document("base", "whole")).status == "warm"
+            found = await service.document("base", "a")
+            assert found.status == "failed"
+            why = "pipeline_parallel_size=2" if stages > 1 else "list segreuse_extras.compressed"
+            assert why in (found.error or "")
+            with pytest.raises(ConflictError, match=why):
+                await kept(service, "a")
+            assert not engine.asked
+
+    asyncio.run(before())
+    if stages == 1:
+        request.getfixturevalue("nothing_compresses")
+    asyncio.run(after())
 
 
 # Entries.

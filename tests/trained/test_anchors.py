@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents that anchors stand for: what config.json says, and what stands for how much."""
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from segreuse_extras.trained import refusals
 from segreuse_extras.trained.anchors import AnchorNames, Anchors
 from segreuse_extras.trained.layout import Layout, LayoutError, Names, Span
 from tests.trained.test_layout import CONFIG
 from tests.trained.test_layout import ids as ids_without
+from vllm_segreuse import features
+from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.engine.supported import RefusedError
 
 SAID = {"chunk_tokens": 4, "anchor_tokens": 2, "anchor_token": "<a{index}>"}
 ANCHORS = Anchors(4, (140, 141))
@@ -94,3 +100,20 @@ def test_documents_consist_of_anchors() -> None:
 def test_text_is_none_and_anchors_are_nothing_else(prompt: list[int], reason: str) -> None:
     with pytest.raises(LayoutError, match=reason):
         LAYOUT.spans(prompt)
+
+
+@pytest.mark.parametrize("anchors", [ANCHORS, None])
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_without_the_feature_that_keeps_anchors_a_model_with_them_is_refused(
+    anchors: Anchors | None, is_listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = replace(LAYOUT, anchors=anchors)
+    monkeypatch.setattr(refusals, "layout_of", lambda model_config: layout)
+    if not is_listed:
+        others = (name for name in features.FEATURES if name != "segreuse_extras.compressed")
+        monkeypatch.setattr(features, "FEATURES", tuple(others))
+    if is_listed or anchors is None:
+        refusals.check(Mock(), SegReuseConfig())
+        return
+    with pytest.raises(RefusedError, match=r"list segreuse_extras\.compressed in"):
+        refusals.check(Mock(), SegReuseConfig())

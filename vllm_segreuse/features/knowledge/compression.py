@@ -5,9 +5,29 @@ from __future__ import annotations
 
 import json
 import math
-from typing import NamedTuple, Self, get_args
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Self, get_args
 
+from vllm_segreuse.features import having
 from vllm_segreuse.features.knowledge.schemas import Scorer
+
+NO_COMPRESSOR = (
+    "no feature of this server compresses documents: list segreuse_extras.compressed in "
+    "vllm_segreuse.features.FEATURES, or add the document without keep"
+)
+
+
+def compressor() -> Callable[..., Awaitable[tuple[Any, bool]]] | None:
+    """What compresses a part of a document (`compress.py` of a feature); None: nothing does."""
+    return next((module.compress for module in having("compress")), None)
+
+
+def why_not_compressed(stages: int) -> str | None:
+    """Why an engine of so many pipeline stages compresses no documents; None: it does."""
+    if stages > 1:
+        by = f"pipeline_parallel_size={stages}"
+        return f"an engine with {by} does not compress documents: add it without keep"
+    return NO_COMPRESSOR if compressor() is None else None
 
 
 class CompressionSettings(NamedTuple):

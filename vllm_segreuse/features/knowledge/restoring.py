@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_segreuse.features.knowledge.catalogue import Catalogue, CatalogueBase, CatalogueDocument
 from vllm_segreuse.features.knowledge.chunks import Shape, shape_for
+from vllm_segreuse.features.knowledge.compression import why_not_compressed
 from vllm_segreuse.features.knowledge.errors import KnowledgeError
 from vllm_segreuse.features.knowledge.store import BaseRecord, DocumentRecord, Manifest, Tokens
 
@@ -24,10 +25,13 @@ def restore(
         known = catalogue.bases.get(found.name)
         if known is None or known.record.fault:  # of two with one name, one is damaged
             catalogue.bases[found.name] = _base(found, shape, make_context)
+    why_not = why_not_compressed(shape.stages)
     for record in manifest.documents:
         base = catalogue.bases[record.base]
         fault = base.record.fault or record.fault
         fault = fault or _context_fault(base, record, shape)
+        if record.compression is not None:
+            fault = fault or why_not
         if fault is None or record.id not in base.documents:
             catalogue.put(base, CatalogueDocument.of(record, fault))
     for name, (hits, last_used) in manifest.uses.items():

@@ -8,7 +8,7 @@ import numpy as np
 from vllm_segreuse.features.knowledge import schemas
 from vllm_segreuse.features.knowledge.catalogue import CatalogueBase
 from vllm_segreuse.features.knowledge.chunks import Shape
-from vllm_segreuse.features.knowledge.compression import CompressionSettings
+from vllm_segreuse.features.knowledge.compression import CompressionSettings, why_not_compressed
 from vllm_segreuse.features.knowledge.engine import Engine
 from vllm_segreuse.features.knowledge.errors import InvalidError
 from vllm_segreuse.features.knowledge.isolated import IsolatedDocuments
@@ -68,12 +68,8 @@ class DocumentTexts:
                         "config.json), and cannot read a part of one: add it without keep",
                         f"documents.{i}.keep",
                     )
-                if self._shape.stages > 1:
-                    raise InvalidError(
-                        f"an engine with pipeline_parallel_size={self._shape.stages} does not "
-                        "compress documents: add it without keep",
-                        f"documents.{i}.keep",
-                    )
+                if why_not := why_not_compressed(self._shape.stages):
+                    raise InvalidError(why_not, f"documents.{i}.keep")
                 how = CompressionSettings(document.keep, document.scorer or "attention")
             record = DocumentRecord(
                 *(name, document.id, base.context, tokens, document.metadata, ""), compression=how

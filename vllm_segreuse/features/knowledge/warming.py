@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from vllm_segreuse.features import having
 from vllm_segreuse.features.knowledge.changes import UNREADABLE
+from vllm_segreuse.features.knowledge.compression import NO_COMPRESSOR, compressor
 from vllm_segreuse.features.knowledge.engine import Engine, NotFrozenError
 from vllm_segreuse.features.knowledge.store import Tokens
 from vllm_segreuse.features.knowledge.work import Work, joined
@@ -100,7 +100,7 @@ class Warming:
         self._unwanted: set[str] = set()
         self._refusals: dict[str, str] = {}
         self._said = ""
-        [self._compress] = (module.compress for module in having("compress"))
+        self._compress = compressor()
 
     def add(self, entry: str, urgency: Urgency) -> asyncio.Future[None]:
         """Have an entry computed; done when it was, or has failed.
@@ -272,6 +272,8 @@ class Warming:
         if work.compression is None:
             prompt = work.prompts[order.part].tolist()
             return await self._engine.compute(prompt, work.extra_key, order)
+        if self._compress is None:
+            raise NotFrozenError(NO_COMPRESSOR)
         chosen, frozen = await self._compress(self._engine, work, order)
         kept.append(chosen)
         return frozen
