@@ -17,11 +17,12 @@ from tests.prefill.staged import Backlogs, Pipe
 from vllm_segreuse.engine.stage import Stage
 from vllm_segreuse.model.layer_state import LayerState
 from vllm_segreuse.model.modules import UnsupportedModelError
-from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
+from vllm_segreuse.plan import ModelLayers, Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill import backlog
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.prefill.outcomes import Computed
+from vllm_segreuse.prefill.proofs.causal import check_scored
 from vllm_segreuse.prefill.tokens import Index
 
 CPU = torch.device("cpu")
@@ -228,3 +229,13 @@ def test_what_a_pass_hands_on_is_compared_with_what_the_model_does() -> None:
     assert compared.worst == float("inf")
     with pytest.raises(UnsupportedModelError, match="hands on hidden_states to the next pipeline"):
         compared.send_states(index, LayerState(some.hidden_states, None))
+
+
+def test_of_several_stages_the_first_must_have_a_layer_that_scores() -> None:
+    """The model may have one elsewhere: the refusal says what is missing, and where."""
+    check_scored(ModelLayers(4, scored=(3,)), num_stages=2)
+    with pytest.raises(UnsupportedModelError) as refused:
+        check_scored(ModelLayers(4, scored=()), num_stages=2)
+    assert str(refused.value).startswith("no layer of the first pipeline stage (VLLM_PP_LAYER_")
+    with pytest.raises(UnsupportedModelError, match="no layer before the last one attends"):
+        check_scored(ModelLayers(4, scored=()), num_stages=1)

@@ -158,7 +158,7 @@ def read_structure(
         stack = DecoderStack(model, attention, rows, sharing, hands_on=not stage.is_last)
         check_rotated_channels(stack)
         if stage.is_first:
-            check_scored(layers_of(stack, vllm_config.model_config.max_model_len))
+            check_scored(layers_of(stack, vllm_config.model_config.max_model_len), stage.num_stages)
         count_and_distance(stack.attention, group.block_size, vllm_config)
         layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]
         draft = None if drafter is None else Draft(drafter, by_name, stack)

@@ -142,11 +142,16 @@ def check_split_keys(attention: Mapping[str, nn.Module]) -> None:
         )
 
 
-def check_scored(layers: ModelLayers) -> None:
-    """Some layer before the last must attend to the whole prompt: tokens are chosen by it.
+def check_scored(layers: ModelLayers, num_stages: int) -> None:
+    """Some layer before the last must attend to the whole prompt: tokens are chosen by it. Of
+    several pipeline stages the first must have one (`layers` are its own): `sparsex` chooses there.
+
+    It is so whatever the server's policy is: a request may ask for any, and start-up proves all.
 
     Raises:
         UnsupportedModelError: there is none.
     """
     if not layers.scored:
-        raise UnsupportedModelError("no layer before the last one attends to the whole prompt")
+        first = "of the first pipeline stage (VLLM_PP_LAYER_PARTITION gives it more)"
+        where = "before the last one" if num_stages == 1 else first
+        raise UnsupportedModelError(f"no layer {where} attends to the whole prompt")
