@@ -1292,6 +1292,33 @@ def test_20_what_was_preempted_as_it_ended_is_not_frozen() -> None:
         check_integrity(world.frozen)
 
 
+@pytest.mark.parametrize("computed", [(3, 8), (8, 3)], ids=["at last", "at first"])
+def test_20_of_a_copy_that_was_preempted_the_last_plan_counts(computed: tuple[int, int]) -> None:
+    """The report is about the first admission; what the workers compute where a copy failed is the
+    KV of a text."""
+    world, kept = cached_document(), [1, 2, 5, 6, 9]
+    copied = {
+        "segreuse_freeze": FreezeOrder("doc", 0, 1, 0).encode(),
+        "segreuse_copy": CopyOrder(DOCUMENT, kept).encode(),
+    }
+    request = world.add([*(DOCUMENT[i] for i in kept), 7, 7, 7, 7], OPTIONS | copied)
+    for admission, count_computed in enumerate(computed):
+        request.num_preemptions = admission
+        assert world.match(request, 0) == 8
+        blocks = world.pool.get_new_blocks(3)
+        world.side.allocated(request, ids := [block.block_id for block in blocks])
+        world.side.take_step(True)
+        done = {request.request_id: PlanOutcome(count_computed)}
+        world.side.reported({}, done, {request.request_id: request})
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    report = world.side.finished(request, ids)
+    assert report is not None
+    assert report["frozen"] is (computed[-1] == 3)
+    assert ("doc" in world.side.call("frozen")["warm"]) is (computed[-1] == 3)
+    if not report["frozen"]:
+        assert "computed as a text" in report["not_frozen"]
+
+
 def test_24_the_longest_request_always_fits_beside_frozen_blocks() -> None:
     world = World()
     limit = world.side.call("frozen")["limit"]

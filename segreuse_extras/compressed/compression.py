@@ -34,6 +34,7 @@ from vllm_segreuse.plan import (
     PlanOutcome,
     Probed,
     Recipe,
+    ReusePlan,
     Segments,
     fates_of,
 )
@@ -52,10 +53,12 @@ class Kept(NamedTuple):
     Attributes:
         num_tokens: of the part, from the first token of its order to freeze on.
         num_copied: tokens of its prompt that were to be copied, and not computed.
+        num_computed: how many of these the workers have computed, by the last plan of the request.
     """
 
     num_tokens: int
     num_copied: int
+    num_computed: int = 0
 
 
 class Compression:
@@ -152,12 +155,22 @@ class Compression:
         count = len(alone.block_hashes)
         return lambda: self._pool.resident_blocks(alone, 0, count)
 
-    def carried_out(self, request_id: str, outcome: PlanOutcome) -> bool:
-        """The workers have carried a plan out; of a score, note which tokens they have chosen.
+    def carried_out(
+        self, request_id: str, outcome: PlanOutcome, plan: ReusePlan | None = None
+    ) -> bool:
+        """The workers have carried a plan out; of a score, note which tokens they have chosen, and
+        of what keeps tokens, whether these were copied.
+
+        Args:
+            plan: of the request; None: it has none.
 
         Returns:
-            Whether it was one.
+            Whether it was a score.
         """
+        kept = self._kept.get(request_id)
+        if kept is not None and plan is not None:
+            computed = plan.recomputed_after(outcome)
+            self._kept[request_id] = kept._replace(num_computed=computed)
         order = self._scores.get(request_id)
         if order is not None and not outcome.in_full:
             found = (i for i in outcome.positions or () if order.first <= i < order.stop)
@@ -195,7 +208,7 @@ class Compression:
         if kept.num_copied and (plan is None or plan.start or plan.num_reused != kept.num_copied):
             reason = tracked.decision.reason
             raise ValueError(f"{kept.num_copied} tokens were not copied ({reason})")
-        if tracked.report is not None and tracked.report.recomputed_tokens:
+        if kept.num_computed:
             raise ValueError("copying failed, and its kept tokens were computed as a text")
         size, first = self._block_size, order.first_token
         stop = first + kept.num_tokens

@@ -53,7 +53,8 @@ class CompressedDocuments(Feature):
         self, request: Request, tracked: TrackedRequest | None, outcome: PlanOutcome
     ) -> bool:
         """A score says nothing about anybody's requests."""
-        return self.compression.carried_out(request.request_id, outcome)
+        plan = None if tracked is None else tracked.plan
+        return self.compression.carried_out(request.request_id, outcome, plan)
 
     def finished(self, ending: Ending) -> None:
         """Report what a score has chosen."""

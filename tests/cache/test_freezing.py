@@ -22,7 +22,7 @@ from vllm_segreuse.features.knowledge.freezing import Freezing
 from vllm_segreuse.features.knowledge.frozen import EntryUse, FrozenPool
 from vllm_segreuse.plan import FreezeOrder
 from vllm_segreuse.scheduling.health import Health
-from vllm_segreuse.scheduling.tracked import Decision, Report
+from vllm_segreuse.scheduling.tracked import Decision
 
 SIZE = 4
 
@@ -79,11 +79,11 @@ class World:
         prompt = Prompt(self.namespace, np.arange(3 * SIZE, dtype=np.int32))
         copied = kept if copied is None else copied
         made = SimpleNamespace(**{"start": 0, "num_reused": copied, **plan}) if copied else None
-        order, report = FreezeOrder(entry, 0, 1, first), Report(0, kept, recomputed, 2, 1, None)
-        about = {"report": report, "decision": Decision()}
-        tracked: Any = SimpleNamespace(prompt=prompt, plan=made, **about)
+        order = FreezeOrder(entry, 0, 1, first)
+        tracked: Any = SimpleNamespace(prompt=prompt, plan=made, decision=Decision())
         pool: Any = SimpleNamespace(is_exact=lambda block: self.has_exact_names)
-        make = partial(Compression(pool, self.pool, SIZE).kept_part, tracked, Kept(kept, copied))
+        keeps = Kept(kept, copied, recomputed)
+        make = partial(Compression(pool, self.pool, SIZE).kept_part, tracked, keeps)
         return self.freezing.finish(prompt, order, list(blocks), make)
 
     def ask(self, entry: str, blocks: int = 3) -> None:
