@@ -1319,6 +1319,17 @@ def test_20_of_a_copy_that_was_preempted_the_last_plan_counts(computed: tuple[in
         assert "computed as a text" in report["not_frozen"]
 
 
+def test_a_request_that_could_not_be_admitted_leaves_nothing_behind() -> None:
+    world = cached_document()
+    held = parts_of(world.side).namespaces.num_references
+    wrong = {"extra_keys": "of its own", "segreuse_freeze": "no order"}
+    request = world.add(PROMPT, OPTIONS | wrong)
+    assert world.run(request) == 0
+    assert world.report(request)["bypass_reason"] == "error"
+    assert parts_of(world.side).namespaces.num_references == held
+    assert len(parts_of(world.side).namespaces) == 1, "its name is free again"
+
+
 def test_24_the_longest_request_always_fits_beside_frozen_blocks() -> None:
     world = World()
     limit = world.side.call("frozen")["limit"]

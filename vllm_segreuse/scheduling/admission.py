@@ -50,6 +50,7 @@ class Admission:
             use_of(parsed.options),
             tags=Tags(lora_id_of(request)),
         )
+        self._core.requests[request.request_id] = tracked  # also after an error below: it is ended
         if reason in NEVER_DONATES:
             tracked.donates_nothing()
         bypass = arriving.lacks if reason is None else Bypass(reason)
