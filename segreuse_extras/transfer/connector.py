@@ -162,7 +162,7 @@ class SegReuseTransferConnector(SegReuseConnector):
         if found is None:
             return None, False
         if found:
-            self._transfers.receives(request, num_computed_tokens + found)
+            self._transfers.receives(request, num_computed_tokens + found, is_async)
             self.scheduler_side.leave(request)
             return found, is_async
         self._transfers.computes(request)
@@ -176,7 +176,7 @@ class SegReuseTransferConnector(SegReuseConnector):
             self.beside.update_state_after_alloc(request, blocks, 0)
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             return
-        if num_external_tokens:
+        if num_external_tokens and self._transfers.is_set_aside(request):
             self._transfers.loads(request)
         self.beside.update_state_after_alloc(request, blocks, num_external_tokens)
 

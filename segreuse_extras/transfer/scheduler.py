@@ -51,6 +51,7 @@ class Transfers(Feature):
     def __init__(self, overlaps: bool) -> None:
         self._overlaps = overlaps
         self._received: dict[str, int] = {}
+        self._set_aside: set[str] = set()
         self._loading: set[str] = set()
         self._sending: set[str] = set()
         self._naming: ReceivedNames | None = None
@@ -87,21 +88,34 @@ class Transfers(Feature):
 
     # What the other connector does.
 
-    def receives(self, request: Request, stop: int) -> None:
-        """The other connector is to supply a request with its tokens up to `stop`."""
+    def receives(self, request: Request, stop: int, is_async: bool) -> None:
+        """The other connector is to supply a request with its tokens up to `stop`.
+
+        Args:
+            is_async: whether vLLM sets it aside until it is told that they are there; else they
+                are there once its first step is over, and nobody tells.
+        """
+        self.computes(request)
         told = told_until(request.kv_transfer_params)
         self._received[request.request_id] = TO_THE_END if told >= stop else told
+        if is_async:
+            self._set_aside.add(request.request_id)
 
     def computes(self, request: Request) -> None:
         """It supplies the request with nothing, which has no blocks yet."""
         self._received.pop(request.request_id, None)
+        self._set_aside.discard(request.request_id)
 
     def is_received(self, request: Request) -> bool:
         """Whether the other connector supplies, or has supplied, what the request has."""
         return request.request_id in self._received
 
+    def is_set_aside(self, request: Request) -> bool:
+        """Whether vLLM sets a request aside until it has been supplied."""
+        return request.request_id in self._set_aside
+
     def loads(self, request: Request) -> None:
-        """It begins to fill the request's blocks."""
+        """It begins to fill the request's blocks, and tells when it has (`ended`)."""
         self._loading.add(request.request_id)
 
     def sends(self, request: Request) -> None:
@@ -118,7 +132,7 @@ class Transfers(Feature):
         return self._loading.intersection(request_ids)
 
     def finished(self, ending: Ending) -> None:
-        self._received.pop(ending.request.request_id, None)
+        self.computes(ending.request)
 
     def status(self) -> Mapping[str, Any]:
         return {"transfers": {"loading": len(self._loading), "sending": len(self._sending)}}

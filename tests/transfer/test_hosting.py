@@ -312,6 +312,27 @@ def test_a_request_that_is_handed_over_is_not_ours(llama: Any, transfers: Transf
     assert not transfers.is_received(received)
 
 
+def test_what_is_there_before_its_step_is_over_is_not_awaited(
+    llama: Any, transfers: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As MoRIIO loads where it reads: vLLM is not told when it has. Held for ever, such requests
+    would keep the cache from being reset."""
+    connector = connect(llama, SCHEDULER)
+    connector.scheduler_side = side(transfers)
+    blocks: Any = SimpleNamespace(
+        get_block_ids=lambda: ([1, 2],), get_unhashed_block_ids=lambda: [1, 2]
+    )
+    received = request(do_remote_prefill=True, remote_request_id="x", **{EXACT_UNTIL: 32})
+    monkeypatch.setattr(
+        beside(connector), "get_num_new_matched_tokens", lambda request, hit: (84, False)
+    )
+    assert connector.get_num_new_matched_tokens(received, 16) == (84, False)
+    connector.update_state_after_alloc(received, blocks, 84)
+    assert transfers.is_received(received)
+    assert not transfers.holds("r")
+    assert transfers.status() == {"transfers": {"loading": 0, "sending": 0}}
+
+
 def test_one_that_is_not_known_yet_waits(
     llama: Any, transfers: Transfers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

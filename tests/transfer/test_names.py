@@ -67,7 +67,7 @@ def test_what_is_no_number_of_tokens_tells_nothing(params: Any) -> None:
 def test_what_is_told_bounds_a_request_of_vllms_own() -> None:
     transfers = Transfers(overlaps=False)
     names = naming(transfers)
-    transfers.receives(request(told=96), PROMPT)
+    transfers.receives(request(told=96), PROMPT, True)
     assert names.exact_ends("r") == (96, 96)
     assert names.exact_ends("other") is None
 
@@ -75,16 +75,16 @@ def test_what_is_told_bounds_a_request_of_vllms_own() -> None:
 def test_all_is_exact_where_all_that_is_received_is() -> None:
     transfers = Transfers(overlaps=False)
     names = naming(transfers)
-    transfers.receives(request(told=PROMPT), PROMPT)
+    transfers.receives(request(told=PROMPT), PROMPT, True)
     assert names.exact_ends("r") == (TO_THE_END, TO_THE_END)
-    transfers.receives(request(told=PROMPT - 1), PROMPT)
+    transfers.receives(request(told=PROMPT - 1), PROMPT, True)
     assert names.exact_ends("r") == (PROMPT - 1, PROMPT - 1)
 
 
 def test_a_request_that_computes_after_all_is_not_bounded() -> None:
     transfers = Transfers(overlaps=False)
     names = naming(transfers)
-    transfers.receives(request(), PROMPT)
+    transfers.receives(request(), PROMPT, True)
     assert names.exact_ends("r") == (0, 0)
     transfers.computes(request())
     assert names.exact_ends("r") is None
@@ -100,7 +100,7 @@ def test_a_request_that_computes_after_all_is_not_bounded() -> None:
 def test_no_end_is_behind_what_either_says(told: int, known: int, more: int, stop: int) -> None:
     transfers = Transfers(overlaps=False)
     names = naming(transfers, {"r": (known, known + more)})
-    transfers.receives(request(told=told), stop)
+    transfers.receives(request(told=told), stop, True)
     bound = told if told < stop else TO_THE_END
     assert names.exact_ends("r") == (min(known, bound), min(known + more, bound))
 
@@ -129,7 +129,7 @@ def test_what_is_told_in_turn(ends: Any, told: Any, expected: int) -> None:
     transfers = Transfers(overlaps=False)
     naming(transfers, None if ends is None else {"r": ends})
     if told is not None:
-        transfers.receives(request(told=told), PROMPT)
+        transfers.receives(request(told=told), PROMPT, True)
     assert transfers.exact_until(request(computed=PROMPT)) == expected
 
 
