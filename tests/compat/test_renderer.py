@@ -52,6 +52,11 @@ def test_a_marker_becomes_the_documents_tokens() -> None:
     assert found["prompt"] == "a[[b/x]]c"
 
 
+def test_special_tokens_stand_in_front_of_a_document_that_comes_first() -> None:
+    found = tokenised({"prompt": "[[b/x]]c[[b/x]]"}, TRAVEL)
+    assert found["prompt_token_ids"] == [1, 500, 501, ord("c"), 500, 501]
+
+
 def test_without_names_a_marker_is_text() -> None:
     found = tokenised({"prompt": "[[b/x]]"})
     assert found["prompt_token_ids"] == [1, *map(ord, "[[b/x]]")]

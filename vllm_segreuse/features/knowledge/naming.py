@@ -57,11 +57,12 @@ def marker(name: str) -> str:
 
 
 def cut(text: str, documents: Sequence[NamedDocument]) -> list[str | Tokens]:
-    """A text as its parts and the tokens of the documents between them; no part is empty."""
+    """A text as its parts and the tokens of the documents between them. Special tokens stand in
+    front of the first part, which is a text, perhaps an empty one; no other is empty."""
     by_marker = {marker(document.name): document.tokens for document in documents}
     pattern = "|".join(map(re.escape, by_marker))
     parts = re.split(f"({pattern})", text)
-    return [by_marker.get(part, part) for part in parts if part]
+    return [by_marker.get(part, part) for i, part in enumerate(parts) if part or not i]
 
 
 def check_places(prompt: Sequence[int], documents: Sequence[NamedDocument]) -> None:
