@@ -70,6 +70,28 @@ def test_a_document_that_does_not_stand_there_is_refused(prompt: dict[str, Any])
         tokenised(prompt, TRAVEL)
 
 
+@pytest.mark.parametrize(
+    ("text", "stands_first"),
+    [
+        ("[[b/x]] and [[b/y]]", True),
+        ("[[b/x]][[b/y]] xy, x", True),
+        ("say x: [[b/x]][[b/y]]", False),
+        ("[[b/x]] say y: [[b/y]]", False),
+        ("[[b/x]]xy[[b/y]]", False),
+    ],
+)
+def test_a_text_in_front_that_reads_as_a_document_would_be_taken_for_it(
+    text: str, stands_first: bool
+) -> None:
+    """Of a short document one token may be kept, which any text may have."""
+    x, y = (NamedDocument(f"b/{c}", c, np.array([ord(c)], np.int32)) for c in "xy")
+    if stands_first:
+        assert tokenised({"prompt": text}, x, y)["prompt_token_ids"][:2] == [1, ord("x")]
+        return
+    with pytest.raises(PromptError, match="kept tokens stand in the text in front of it, too"):
+        tokenised({"prompt": text}, x, y)
+
+
 def test_token_ids_are_left_as_they_are() -> None:
     prompt = {"prompt_token_ids": [7, 500, 501, 8]}
     assert tokenised(prompt, TRAVEL) is prompt

@@ -23,12 +23,12 @@ class DocumentCallbacks(NamedTuple):
     Attributes:
         named: those of the request that is being handled.
         cut: a text as its parts: text, and the tokens of named documents (int32 `[n]`).
-        check: raises if the tokens of a prompt do not hold the documents.
+        check: raises if tokens of a prompt do not hold documents, or first where markers were.
     """
 
     named: Callable[[], Sequence[Any]]
     cut: Callable[[str, Sequence[Any]], Sequence[Any]]
-    check: Callable[[Sequence[int], Sequence[Any]], None]
+    check: Callable[..., None]
 
 
 def install(documents: DocumentCallbacks) -> None:
@@ -52,7 +52,8 @@ def _tokenize_singleton_prompt_async(
         named = documents.named()
         if named and "prompt_token_ids" not in prompt and isinstance(prompt.get("prompt"), str):
             parts = documents.cut(prompt["prompt"], named)
-            ids = await _tokens(self, parts, params)
+            ids, at = await _tokens(self, parts, params)
+            documents.check(ids, named, at)
             prompt = {**prompt, "prompt_token_ids": ids}
         tokenised = await original(self, prompt, params, *args, **kwargs)
         if named:
@@ -62,17 +63,18 @@ def _tokenize_singleton_prompt_async(
     return _tokenize_singleton_prompt_async
 
 
-async def _tokens(renderer: Any, parts: Sequence[Any], params: Any) -> list[int]:
-    """Tokens of a prompt, of its texts and of its documents."""
+async def _tokens(renderer: Any, parts: Sequence[Any], params: Any) -> tuple[list[int], list[int]]:
+    """Tokens of a prompt, of its texts and of its documents; and where these begin."""
     from dataclasses import replace
 
-    ids: list[int] = []
+    ids, at = list[int](), list[int]()
     for part in parts:
         if isinstance(part, np.ndarray):
+            at.append(len(ids))
             ids += part.tolist()
             continue
         checked = params.apply_pre_tokenization(renderer.tokenizer, {"prompt": part})
         tokenised = await renderer._tokenize_prompt_async(checked, params)
         ids += tokenised["prompt_token_ids"]
         params = replace(params, add_special_tokens=False)
-    return ids
+    return ids, at

@@ -25,8 +25,7 @@ def compressor() -> Callable[..., Awaitable[tuple[Any, bool]]] | None:
 def why_not_compressed(stages: int) -> str | None:
     """Why an engine of so many pipeline stages compresses no documents; None: it does."""
     if stages > 1:
-        by = f"pipeline_parallel_size={stages}"
-        return f"an engine with {by} does not compress documents: add it without keep"
+        return f"pipeline_parallel_size={stages} does not compress documents: add it without keep"
     return NO_COMPRESSOR if compressor() is None else None
 
 

@@ -65,8 +65,11 @@ def cut(text: str, documents: Sequence[NamedDocument]) -> list[str | Tokens]:
     return [by_marker.get(part, part) for i, part in enumerate(parts) if part or not i]
 
 
-def check_places(prompt: Sequence[int], documents: Sequence[NamedDocument]) -> None:
-    """Each document stands in the prompt, in the order in which the request names them.
+def check_places(
+    prompt: Sequence[int], documents: Sequence[NamedDocument], at: Sequence[int] = ()
+) -> None:
+    """Each document stands in the prompt, in the order in which the request names them; and first
+    at its marker, of all that were replaced `at` these places. Engines take the first place.
 
     Raises:
         PlaceError: it does not, or the prompt has token ids that no model has.
@@ -76,9 +79,9 @@ def check_places(prompt: Sequence[int], documents: Sequence[NamedDocument]) -> N
     except ValueError as error:
         raise PlaceError(f"{DOCUMENTS}: in the prompt {error}") from None
     for document, place in zip(documents, found, strict=True):
-        if place is None:
+        if place is None or (at and place not in at):
             raise PlaceError(
                 f"{DOCUMENTS}: the document {shown(document.name)!r} does not stand in the prompt, "
                 "or not behind the ones that are named before it: put its marker, [[BASE/ID]], "
-                "there"
+                "there; or its kept tokens stand in the text in front of it, too: keep more of them"
             )
