@@ -1292,6 +1292,47 @@ def test_20_what_was_preempted_as_it_ended_is_not_frozen() -> None:
         check_integrity(world.frozen)
 
 
+def kept_of_document(kept: list[int]) -> World:
+    """These tokens of a document are an entry."""
+    world = cached_document()
+    copied = {
+        "segreuse_freeze": FreezeOrder("doc", 0, 1, 0).encode(),
+        "segreuse_copy": CopyOrder(DOCUMENT, kept).encode(),
+    }
+    request = world.add([*(DOCUMENT[i] for i in kept), *[7] * SIZE], OPTIONS | copied)
+    assert world.match(request, 0)
+    blocks = world.pool.get_new_blocks(1 + request.num_tokens // SIZE)
+    world.side.allocated(request, ids := [block.block_id for block in blocks])
+    world.side.take_step(True)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    report = world.side.finished(request, ids)
+    assert report is not None
+    assert report["frozen"] is True
+    return world
+
+
+@pytest.mark.parametrize(
+    ("kept", "front"), [([1, 2, 5, 6, 9], [9]), ([1, 9], []), ([3], [9])], ids=str
+)
+def test_a_named_document_is_reused_however_short_it_is(kept: list[int], front: list[int]) -> None:
+    """Its tokens as a text are another one, of which half the words are missing."""
+    world = kept_of_document(kept)
+    asked = OPTIONS | {"segreuse_min_reused_tokens": 128, "segreuse_documents": ["doc"]}
+    request = world.add([*front, *(DOCUMENT[i] for i in kept), 8], asked)
+    world.run(request)
+    report = world.report(request)
+    assert (report["reused_tokens"], report["bypass_reason"]) == (len(kept), None)
+
+
+def test_while_a_named_document_is_cold_text_is_reused_as_without_it() -> None:
+    world = cached_document()
+    for least, reused in ((len(DOCUMENT), len(DOCUMENT)), (len(DOCUMENT) + 1, 0)):
+        asked = OPTIONS | {"segreuse_min_reused_tokens": least, "segreuse_documents": ["doc"]}
+        request = world.add([next(_ids) + 1000, *PROMPT], asked)
+        world.run(request)
+        assert world.report(request)["reused_tokens"] == reused
+
+
 @pytest.mark.parametrize("computed", [(3, 8), (8, 3)], ids=["at last", "at first"])
 def test_20_of_a_copy_that_was_preempted_the_last_plan_counts(computed: tuple[int, int]) -> None:
     """The report is about the first admission; what the workers compute where a copy failed is the

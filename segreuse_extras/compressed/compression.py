@@ -99,8 +99,9 @@ class Compression:
             names,
             lambda name: self._entries.compressed(name, namespace),
             self._block_size,
+            method.min_reused_tokens,
         )
-        tracked.method = replace(method, finder=finder)
+        tracked.method = replace(method, finder=finder, min_reused_tokens=1)
         tracked.stands_for_others(finder.first_place(tracked.prompt), self._block_size)
 
     # Requests that make them.

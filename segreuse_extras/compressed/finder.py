@@ -93,13 +93,20 @@ class NamedFinder(FinderAround):
         names: entries, in the order in which they stand in the prompt.
         held: looks an entry up.
         block_size: tokens per block.
+        least: fewer tokens of the rest alone are not reused. Documents are, however short they are.
     """
 
-    def __init__(self, others: Finder, names: Sequence[str], held: Held, block_size: int) -> None:
+    def __init__(
+        self, others: Finder, names: Sequence[str], held: Held, block_size: int, least: int = 1
+    ) -> None:
         super().__init__(others)
         self._names = names
         self._held = held
         self._block_size = block_size
+        self._least = least
+
+    def least_tokens(self, block_size: int) -> int:
+        return 1
 
     def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
         found = self._finder.remembered(prompt, start, stop)
@@ -139,7 +146,7 @@ class NamedFinder(FinderAround):
     def _with_documents(self, found: Matches, prompt: Prompt, start: int, stop: int) -> Matches:
         documents = self._documents(prompt)
         if not documents:
-            return found
+            return found if found.num_tokens >= self._least else NOTHING
         spans = [(place, place + len(_tokens(parts))) for place, parts in documents]
         own = [
             row

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.e2e
 
 BOUND = 0.002
 
+OF_TEXT = {"segreuse_min_reused_tokens": 1}
+"""Of requests that name no document: one is reused however short it is."""
+
 
 class Reference:
     """The model in plain torch, in full; what is dropped of a document is seen by it alone."""
@@ -81,7 +84,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Engine]:
-    options = {"frozen_share": 0.5, "min_reused_tokens": 1, "policy": "shift"}
+    options = {"frozen_share": 0.5, "policy": "shift"}
     options["knowledge_chunk_tokens"] = 64
     # A chunk and its probes are more than vLLM computes in a step.
     budget = {"max_num_batched_tokens": 128, "max_num_seqs": 16}
@@ -117,8 +120,8 @@ def add(base: KnowledgeBase, keep: float, scorer: Any, **documents: list[int]) -
 def ask(
     running: Engine, prompt: list[int], *documents: NamedDocument, keys: str = "handbook"
 ) -> Answer:
-    names = {"segreuse_documents": [it.entry for it in documents]} if documents else {}
-    options = {"extra_keys": [keys], **names}
+    asked = {"segreuse_documents": [it.entry for it in documents]} if documents else OF_TEXT
+    options = {"extra_keys": [keys], **asked}
     [answer] = running.ask(prompt, options=options, max_tokens=16, ignore_eos=True)
     return answer
 
@@ -158,7 +161,7 @@ def test_a_copy_is_kept_beside_a_request_that_reuses(
     running.ask(known, options=NAMESPACE)
     from vllm import SamplingParams
 
-    other = SamplingParams(max_tokens=1, extra_args=NAMESPACE)
+    other = SamplingParams(max_tokens=1, extra_args=NAMESPACE | OF_TEXT)
     reports = []
 
     async def answers(self: Any, tokens: list[int], asked: Any, **sampling: Any) -> list[Any]:
