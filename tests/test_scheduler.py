@@ -29,6 +29,7 @@ from segreuse_extras.trained.layout import Layout
 from segreuse_tools.estimate.other_options import finds_alike
 from tests.parts import parts_of
 from tests.reports import Whole
+from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.config.in_scheduler import scheduler_side
 from vllm_segreuse.config.metrics import SegReuseStats
@@ -696,6 +697,29 @@ def test_a_spread_plan_leaves_the_step_to_others_and_no_pin_behind() -> None:
     world.side.allocated(request, [b.block_id for b in blocks])
     assert world.side.take_step(True).plans == []
     assert world.report(request)["reused_tokens"] == len(DOCUMENT)
+
+
+def test_an_error_over_who_had_a_spread_plan_sets_nobody_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM asserts that whom it sets aside is supplied with something: the engine would end."""
+    world = World(spread_tokens=1)
+    world.run(world.add(DOCUMENT))
+    world.tables["runs"] = [1]
+    request = world.add([6, *PROMPT])
+    assert world.side.match(request, 0) == (len(PROMPT), True)
+    blocks = world.pool.get_new_blocks(9)
+    world.side.allocated(request, [b.block_id for b in blocks])
+    world.side.take_step(True)
+    world.pool.free_blocks(blocks)
+    request.num_preemptions = 1
+    request.append_output_token_ids([3])
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(Prompt, "with_tokens", fails)
+    assert world.side.match(request, 0) == (0, False)
 
 
 def test_26_workers_are_told_once_of_what_was_called_back() -> None:

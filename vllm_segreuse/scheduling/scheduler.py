@@ -103,7 +103,8 @@ class SchedulerSide:
                 except Exception:
                     self.errors.give_up(request, feature.name)
                     supplied = None  # one that needs its documents must not run: it ends next
-        return supplied, tracked.plan is not None and tracked.plan.spread
+        plan = tracked.plan if supplied else None  # after an error it may be an earlier one
+        return supplied, plan is not None and plan.spread
 
     @contained(otherwise=0)
     def _decide(self, request: Request, tracked: TrackedRequest, num_hit_tokens: int) -> int | None:
