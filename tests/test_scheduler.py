@@ -699,6 +699,27 @@ def test_a_spread_plan_leaves_the_step_to_others_and_no_pin_behind() -> None:
     assert world.report(request)["reused_tokens"] == len(DOCUMENT)
 
 
+@pytest.mark.parametrize("hook", ["to_add", "to_fail", "to_abort"])
+def test_an_error_over_requests_of_our_own_ends_reuse_and_not_the_engine(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(heal_tokens=8)
+    features = parts_of(world.side).feature
+
+    def fails(*_: Any) -> Any:
+        raise ArithmeticError
+
+    monkeypatch.setattr(features["audit"], hook, fails)
+    monkeypatch.setattr(features["healing"], hook, lambda *_: ["another's"])
+    ask = {
+        "to_add": lambda: world.side.take_requests(0, 0, False),
+        "to_fail": world.side.take_failed,
+        "to_abort": world.side.resetting,
+    }
+    assert ask[hook]() == ["another's"]
+    assert parts_of(world.side).health.broken
+
+
 def test_an_error_over_who_had_a_spread_plan_sets_nobody_aside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,7 +5,7 @@ planner on the other, and features (`features/`) around both."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -257,22 +257,23 @@ class SchedulerSide:
     # Requests of our own.
 
     def take_requests(self, running: int, waiting: int, is_paused: bool) -> list[Request]:
-        """A step is over: requests that are to be added to the engine.
-
-        Args:
-            running, waiting: requests of the engine.
-            is_paused: whether none of them runs.
-        """
-        found = (it.to_add(running, waiting, is_paused) for it in self._own)
-        return [request for requests in found for request in requests]
+        """A step is over: requests that are to be added to the engine (`OwnRequests.to_add`)."""
+        return self._asked(lambda it: it.to_add(running, waiting, is_paused))
 
     def take_failed(self) -> list[str]:
         """A step is over: requests that are to be ended with an error."""
-        return [request_id for it in self._own for request_id in it.to_fail()]
+        return self._asked(lambda it: it.to_fail())
 
     def resetting(self) -> list[str]:
         """The prefix cache is about to be reset: requests that have to be aborted."""
-        return [request_id for it in self._own for request_id in it.to_abort()]
+        return self._asked(lambda it: it.to_abort())
+
+    def _asked(self, ask: Callable[[OwnRequests], Iterable[Any]]) -> list[Any]:
+        found: list[Any] = []
+        for feature in self._own:
+            with self._core.health.contained("requests of our own"):
+                found += ask(feature)
+        return found
 
     # The engine.
 
