@@ -33,6 +33,7 @@ from vllm_segreuse.prefill.layer_runner import PassSettings
 from vllm_segreuse.prefill.proofs.causal import check_attention
 from vllm_segreuse.prefill.proofs.moves import prove_moves
 from vllm_segreuse.prefill.proofs.rotations import check_rotated_channels, prove_rotations
+from vllm_segreuse.prefill.proofs.scores import prove_scores
 from vllm_segreuse.prefill.proofs.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def _proven(
     ]
     aligner = Aligner(kv, Codec.RAW)
     prove_moves(scratch, aligner, layouts, ropes)
-    prefill = StatesPrefill(stack, layers, rows, aligner, captures, most)
+    prove_scores(scratch, kv)
+    prefill = StatesPrefill(stack, layers, rows, kv, aligner, captures, most)
     deviation = prove_states(scratch, prefill, running)
     return Runtime(prefill, deviation, kv[0].kernels.description, None, None)

@@ -69,6 +69,7 @@ class Captures:
         self._layers = layers
         self._rows_of_step = rows
         self._own_rows: list[RunningRow] | None = None
+        self._rests = False
         self._under_way: dict[int, _Noted] = {}
         self.maps: dict[int, SegmentMap] = {}
 
@@ -110,9 +111,18 @@ class Captures:
         finally:
             self._own_rows = None
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Meanwhile nothing is noted: it was, or vLLM's forward computes it once more."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
+
     def observe(self, scan: Scan) -> None:
         """A layer is about to scan tokens (`compat/gdn_attention.py`)."""
-        if not self._under_way:
+        if self._rests or not self._under_way:
             return
         layer = self._layers.index[scan.layer]
         found = self._rows_of_step() if self._own_rows is None else self._own_rows

@@ -25,6 +25,7 @@ class WholeSegments(FinderAround):
 
     Attributes:
         taken: segments that the last search returned.
+        start: where that began.
         missed: runs `[first, stop)` of one sequence each whose KV the last search found, and no
             map.
     """
@@ -37,22 +38,29 @@ class WholeSegments(FinderAround):
         self._namespace = namespace
         self._shortest = shortest
         self.taken: list[Placed] = []
+        self.start = 0
         self.missed: list[tuple[int, int]] = []
 
     def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
         found = self._finder.remembered(prompt, start, stop)
-        return None if found is None else self._whole(prompt, found)
+        return None if found is None else self._whole(prompt, found, start)
 
     def find(self, prompt: Prompt, start: int, stop: int) -> Matches:
-        return self._whole(prompt, self._finder.find(prompt, start, stop))
+        return self._whole(prompt, self._finder.find(prompt, start, stop), start)
 
     def part(
         self, prompt: Prompt, matches: Matches, kept: BoolArray, start: int, stop: int
     ) -> Matches | None:
         left = self._finder.part(prompt, matches, kept, start, stop)
-        return None if left is None else self._whole(prompt, left)
+        return None if left is None else self._whole(prompt, left, start)
 
-    def _whole(self, prompt: Prompt, found: Matches) -> Matches:
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """`taken`, counted from `start`."""
+        return [(it.first - self.start, it.stop - self.start) for it in self.taken]
+
+    def _whole(self, prompt: Prompt, found: Matches, start: int) -> Matches:
+        self.start = start
         pieces, tokens = found.pieces, prompt.tokens
         covered = pieces.reused(0, len(tokens))
         self.taken = self._catalogue.find(self._namespace, tokens, covered)

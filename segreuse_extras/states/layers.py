@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -45,6 +45,22 @@ class StateMap:
 
 SegmentMap = Sequence[StateMap]
 """Of all layers with a state, in order."""
+
+
+class HeldState(NamedTuple):
+    """The state of one layer, as tensors of its own.
+
+    Attributes:
+        state: `[heads, channels, channels]`.
+        inputs: `[inputs, channels]`, the last ones of the short convolution.
+    """
+
+    state: torch.Tensor
+    inputs: torch.Tensor
+
+
+HeldStates = list[HeldState]
+"""Of all layers with a state, in order: as many bytes as the map of one segment."""
 
 
 class StateLayer:
@@ -95,13 +111,14 @@ class StateLayer:
         tail = self._convolution[0]
         return StateMap(one.product, one.added, tail).compact().num_bytes
 
-    def state(self, block: int) -> torch.Tensor:
-        """`[heads, channels, channels]`, a copy."""
-        return self._states[block].clone()
+    def held(self, block: int) -> HeldState:
+        """What is in a block; a copy."""
+        return HeldState(self._states[block].clone(), self._convolution[block].clone())
 
-    def inputs(self, block: int) -> torch.Tensor:
-        """`[inputs, channels]`, the last ones of its short convolution; a copy."""
-        return self._convolution[block].clone()
+    def restore(self, block: int, held: HeldState) -> None:
+        """Put it into a block."""
+        self._states[block] = held.state
+        self._convolution[block] = held.inputs
 
     def clear(self, block: int) -> None:
         """As in front of a prompt."""
@@ -167,6 +184,15 @@ class StateLayers:
                 layer.copy(before[layer.group], running[layer.group])
             else:
                 layer.clear(running[layer.group])
+
+    def held(self, running: Sequence[int]) -> HeldStates:
+        """The states in some blocks, a block of each group; copies."""
+        return [layer.held(running[layer.group]) for layer in self.layers]
+
+    def restore(self, running: Sequence[int], held: HeldStates) -> None:
+        """Put states that were held into some blocks."""
+        for layer, of_layer in zip(self.layers, held, strict=True):
+            layer.restore(running[layer.group], of_layer)
 
     def compose(self, running: Sequence[int], segment: SegmentMap) -> None:
         """The states in some blocks become those behind a segment."""

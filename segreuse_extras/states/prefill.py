@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries plans out on models of which some layers hand a state on: stretch by stretch."""
+"""Carries plans out on models of which some layers hand a state on: stretch by stretch, and once
+more from the first segment on that the question looks up."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from segreuse_extras.states.again import ReadAgain, chosen
 from segreuse_extras.states.capture import Captures
-from segreuse_extras.states.layers import StateLayers
-from segreuse_extras.states.messages import PlanStates
+from segreuse_extras.states.layers import HeldStates, StateLayers
+from segreuse_extras.states.messages import Placed, PlanStates
+from segreuse_extras.states.question import Question
 from segreuse_extras.states.rows import StateRows
 from segreuse_extras.states.stack import StateStack
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.align import Aligner, token_copies
+from vllm_segreuse.prefill.attention import watched
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.executor import PassReport, Prepared, SparsePrefill
 from vllm_segreuse.prefill.tokens import TokenTable, upload
@@ -39,15 +45,43 @@ class Aligned(Prepared):
         return [*self.given]
 
 
+class Carried(NamedTuple):
+    """What came of a plan.
+
+    Attributes:
+        finite: whether what was computed is.
+        read: segments that were read again.
+        twice: new tokens that were computed with them once more.
+    """
+
+    finite: bool
+    read: Sequence[Placed] = ()
+    twice: int = 0
+
+    def outcome(self, plan: ReusePlan) -> PlanOutcome:
+        """As it is reported."""
+        computed = plan.recipe.settled.copy()
+        for it in self.read:
+            computed[it.first - plan.start : it.stop - plan.start] = True
+        where = np.flatnonzero(computed)
+        positions = tuple((where + plan.start).tolist()) if plan.explains else None
+        return PlanOutcome(len(where), positions=positions, again=self.twice)
+
+
 class StatesPrefill(SparsePrefill):
     """Moves the KV of whole segments, composes their states, and has the model's own forward
     compute what is between them, each stretch from the state that is in front of it.
+
+    Where a plan chooses, the question is read next. From the state in front of the first segment
+    that it chooses, all is done once more: what is chosen and what is new is computed, the rest is
+    composed. What the question has left is lost then; vLLM's forward reads it again.
 
     Args:
         stack: the model.
         states: its layers that hand a state on.
         rows: forward contexts.
-        aligner: moves KV of the other layers.
+        kv: the other layers.
+        aligner: moves their KV.
         captures: maps that are there, and those that are noted.
         max_tokens: most that are computed at once.
 
@@ -61,6 +95,7 @@ class StatesPrefill(SparsePrefill):
         stack: StateStack,
         states: StateLayers,
         rows: StateRows,
+        kv: Sequence[LayerKv],
         aligner: Aligner,
         captures: Captures,
         max_tokens: int,
@@ -68,6 +103,7 @@ class StatesPrefill(SparsePrefill):
         self.state_layers, self.captures = states, captures
         self.aligner = aligner
         self._stack, self._rows, self._max_tokens = stack, rows, max_tokens
+        self._kv = kv
         self._block_size = stack.block_size
         self._device = stack.attention[0].kv_cache.device
         self.given: Mapping[str, PlanStates] = {}
@@ -107,40 +143,95 @@ class StatesPrefill(SparsePrefill):
         started = time.perf_counter()
         not_finite, outcomes = [], dict[str, PlanOutcome]()
         for plan in prepared.plans:
-            ended = plan
-            if not self._carry_out(plan):
+            ended, carried = plan, self._carry_out(plan)
+            if not carried.finite:
                 not_finite.append(plan.request_id)
                 ended = plan.without_copies()
-                self._carry_out(ended)
+                carried = self._carry_out(ended)
             if ended.reports:
-                computed = int(ended.recipe.settled.sum())
-                outcomes[plan.request_id] = PlanOutcome(computed)
+                outcomes[plan.request_id] = carried.outcome(ended)
             yield plan.num_tokens * self._stack.num_layers
         seconds = time.perf_counter() - started
         return PassReport(prepared.seconds, seconds, not_finite, outcomes)
 
-    def _carry_out(self, plan: ReusePlan) -> bool:
-        """Whether what was computed is finite."""
-        given = self.given[plan.request_id]
-        self.state_layers.begin(given.running, given.before)
-        is_computed = plan.recipe.settled
-        at, finite = plan.start, True
-        for segment in given.segments:
-            if is_computed[segment.first - plan.start]:
-                continue  # all of the plan is
-            finite &= self._compute(plan, given, at, segment.first)
-            self.state_layers.compose(given.running, self.captures.maps[segment.segment])
-            at = segment.stop
-        return self._compute(plan, given, at, plan.stop) and finite
+    def _carry_out(self, plan: ReusePlan) -> Carried:
+        given, layers = self.given[plan.request_id], self.state_layers
+        is_computed, may_be_chosen = plan.recipe.settled, plan.recipe.candidates
+        moved = [it for it in given.segments if not is_computed[it.first - plan.start]]
+        open_segments = [it for it in moved if may_be_chosen[it.first - plan.start]]
+        fronts = {it: HeldStates() for it in open_segments}
+        layers.begin(given.running, given.before)
+        finite = self._go_on(plan, plan.start, moved, fronts)
+        if not len(plan.suffix):
+            return Carried(finite)
+        behind = layers.held(given.running)
+        with self.captures.resting():
+            read = self._choose(plan, open_segments)
+            if not read:
+                layers.restore(given.running, behind)
+                return Carried(finite and read is not None)
+            first = read[0].first
+            layers.restore(given.running, fronts[read[0]])
+            composed = [it for it in moved if it.first > first and it not in read]
+            finite &= self._go_on(plan, first, composed)
+        reused = sum(it.stop - it.first for it in moved if it.first >= first)
+        return Carried(finite, read, plan.stop - first - reused)
 
-    def _compute(self, plan: ReusePlan, given: PlanStates, first: int, stop: int) -> bool:
+    def _go_on(
+        self,
+        plan: ReusePlan,
+        at: int,
+        composed: Sequence[Placed],
+        fronts: dict[Placed, HeldStates] | None = None,
+    ) -> bool:
+        """Compute a plan from some position on, whose state is running; whether that is finite.
+
+        Args:
+            composed: segments that are not computed.
+            fronts: those of them whose states in front are wanted, and these.
+        """
+        running, finite = self.given[plan.request_id].running, True
+        for segment in composed:
+            finite &= self._compute(plan, at, segment.first)
+            if fronts is not None and segment in fronts:
+                fronts[segment] = self.state_layers.held(running)
+            self.state_layers.compose(running, self.captures.maps[segment.segment])
+            at = segment.stop
+        return self._compute(plan, at, plan.stop) and finite
+
+    def _choose(self, plan: ReusePlan, segments: Sequence[Placed]) -> list[Placed] | None:
+        """Read the question; which of some segments it has chosen, None: what it has made is not
+        finite.
+
+        It is read also where a plan is computed in full: what a spoilt pass has left in its slots
+        would spoil vLLM's forward.
+        """
+        stop, program, question = plan.written_until, plan.recipe.program, None
+        if isinstance(program, ReadAgain):
+            blocks = upload(plan.block_ids, self._device)
+            question = Question(self._kv, blocks, plan.stop, stop)
+        if not self._compute(plan, plan.stop, stop, question):
+            return None
+        if not isinstance(program, ReadAgain) or question is None:
+            return []
+        if not question.is_sound:
+            return None
+        lengths = [it.stop - it.first for it in segments]
+        found = chosen(question.to(segments), lengths, program.budget, plan.recipe.top_k)
+        return [segments[number] for number in found]
+
+    def _compute(
+        self, plan: ReusePlan, first: int, stop: int, question: Question | None = None
+    ) -> bool:
         finite = True
-        self._rows.running = given.running
+        self._rows.running = self.given[plan.request_id].running
+        attention = [layer.attention for layer in self._kv]
         for begin in range(first, stop, self._max_tokens):
             end = min(stop, begin + self._max_tokens)
             tokens, table = self._tokens(plan, begin, end)
             with (
                 self._rows.forward_context(tokens, table),
+                watched(attention, question, end - begin),
                 self.captures.computing(plan.request_id, begin, end - begin),
             ):
                 hidden = self._stack.forward(tokens.token_ids, tokens.positions)
@@ -148,11 +239,12 @@ class StatesPrefill(SparsePrefill):
         return finite
 
     def _tokens(self, plan: ReusePlan, first: int, stop: int) -> tuple[TokenTable, torch.Tensor]:
-        """Tokens of a plan, and their request's block table."""
+        """Tokens of a plan or its question, and their request's block table."""
         positions = np.arange(first, stop, dtype=np.int64)
         blocks = plan.block_ids[positions // self._block_size].astype(np.int64)
         slots = blocks * self._block_size + positions % self._block_size
-        ids = plan.token_ids[first - plan.start : stop - plan.start].astype(np.int64)
+        ids = np.concatenate((plan.token_ids, plan.suffix)).astype(np.int64)
+        ids = ids[first - plan.start : stop - plan.start]
         request = np.zeros_like(positions)
         table = TokenTable(*(upload(it, self._device) for it in (ids, positions, request, slots)))
         return table, upload(plan.block_ids[None], self._device)

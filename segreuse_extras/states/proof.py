@@ -1,29 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composed states are those of sequential computation: proven on the loaded model."""
+"""Composed states are those of sequential computation, also where segments are read again: proven
+on the loaded model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from segreuse_extras.states.layers import StateLayers
+from segreuse_extras.states.again import ReadAgain
+from segreuse_extras.states.layers import HeldStates, SegmentMap, StateLayers, StateMap
 from segreuse_extras.states.messages import CaptureOrder, Placed, PlanStates
 from segreuse_extras.states.prefill import StatesPrefill
 from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.model.modules import UnsupportedModelError
-from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
+from vllm_segreuse.plan import BoolArray, Pieces, Recipe, ReusePlan, fates_of
 from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error, tolerance
 
 _REQUEST = "proof"
-_SHORT, _BETWEEN = 24, 40
-"""Tokens of segments, and of what is computed between them. So few that heads still remember what
-is in front: of longer ones a wrong product would hardly show."""
+_SHORT, _BETWEEN, _QUESTION = 24, 40, 16
+"""Tokens of segments, of what is computed between them, and of the question. Segments are so short
+that heads still remember what is in front: of longer ones a wrong product would hardly show."""
+
+
+class _Case(NamedTuple):
+    """What becomes of the two segments.
+
+    Attributes:
+        read: numbers of those that are read again; their maps and their KV are spoilt before.
+        asks: whether the question is read.
+        what: is wrong if states or KV are others.
+    """
+
+    read: tuple[int, ...]
+    asks: bool
+    what: str
+
+
+_CASES = (
+    _Case((), False, "a composed state"),
+    _Case((), True, "a state behind a question that chose nothing"),
+    _Case((0,), True, "a state composed behind a segment that was read again"),
+    _Case((1,), True, "a state of a segment that was read again behind a composed one"),
+    _Case((0, 1), True, "a state of segments that were read again"),
+)
 
 
 def prove_states(scratch: Scratch, prefill: StatesPrefill, running: Sequence[int]) -> float:
     """Compute the scratch tokens as one sequence, and note maps of two segments; then with these
-    moved and composed, and what is between them computed from the composed state.
+    moved and composed, or read again, and what is between them computed from the composed state.
 
     Args:
         scratch: random tokens.
@@ -38,7 +64,7 @@ def prove_states(scratch: Scratch, prefill: StatesPrefill, running: Sequence[int
     """
     first = scratch.count // 3
     stop = first + 2 * _SHORT + _BETWEEN
-    if scratch.count < stop:
+    if scratch.count < stop + _QUESTION:
         raise UnsupportedModelError(
             f"{scratch.count} tokens are too few to prove states on; raise --max-model-len"
         )
@@ -48,33 +74,23 @@ def prove_states(scratch: Scratch, prefill: StatesPrefill, running: Sequence[int
     )
     layers, captures = prefill.state_layers, prefill.captures
     scratch.clear_own()
-    scratch.clear_copy()
     captures.order([CaptureOrder(it.segment, _REQUEST, it.first, it.stop) for it in segments])
-    _run(prefill, _plan(scratch, scratch.own, stop, ()), PlanStates((), tuple(running), ()))
+    in_order = _plan(scratch, scratch.own, stop, Pieces.from_table([]))
+    _run(prefill, in_order, PlanStates((), tuple(running), ()))
     noted = captures.take()
     if noted is None or {*noted.complete} != {0, 1}:
         raise UnsupportedModelError("what segments change of states was not noted")
-    expected = _states(layers, running)
-    layers.begin(running, ())
-    reusing = PlanStates(segments, tuple(running), ())
-    _run(prefill, _plan(scratch, scratch.copy, stop, segments), reusing)
-    found = _states(layers, running)
+    expected, maps, worst = layers.held(running), dict(captures.maps), 0.0
+    given = PlanStates(segments, tuple(running), ())
+    for case in _CASES:
+        scratch.clear_copy()
+        captures.maps.update({number: _spoilt(maps[number]) for number in case.read})
+        _run(prefill, _reusing(scratch, stop, segments, case), given)
+        captures.maps.update(maps)
+        off = _states_off(layers, layers.held(running), expected, case, tolerance(scratch.dtype))
+        worst = max(worst, off, _kv_off(scratch, first, stop, case))
     captures.drop([0, 1])
-    worst = 0.0
-    for layer, (state, inputs), (wanted, last) in zip(layers.layers, found, expected, strict=True):
-        errors = relative_error(state, wanted), relative_error(inputs, last)
-        worst = max(worst, *errors)
-        if not max(errors) <= tolerance(scratch.dtype):
-            raise UnsupportedModelError(
-                f"{layer.name}: a composed state is not that of the same tokens read one after the "
-                f"other (off by {errors[0]:.2g} of its norm, its last inputs by {errors[1]:.2g})"
-            )
-    return max(worst, _kv_between(scratch, segments[0].stop, segments[1].first))
-
-
-def _states(layers: StateLayers, running: Sequence[int]) -> list[tuple]:
-    blocks = [(layer, running[layer.group]) for layer in layers.layers]
-    return [(layer.state(block), layer.inputs(block)) for layer, block in blocks]
+    return worst
 
 
 def _run(prefill: StatesPrefill, plan: ReusePlan, given: PlanStates) -> None:
@@ -85,33 +101,84 @@ def _run(prefill: StatesPrefill, plan: ReusePlan, given: PlanStates) -> None:
         raise UnsupportedModelError("composed states have led to NaN or infinity")
 
 
-def _plan(scratch: Scratch, blocks: np.ndarray, stop: int, segments: Sequence[Placed]) -> ReusePlan:
-    """Of the scratch tokens up to some position, whose segments are in the blocks of their own."""
-    size = scratch.block_size
-    rows = list[list[int]]()
-    for segment in segments:
-        at = segment.first
-        while at < segment.stop:
-            length = min(segment.stop, (at // size + 1) * size) - at
-            rows.append([at, length, int(scratch.own[at // size]), at % size, at])
-            at += length
-    pieces = Pieces.from_table(rows)
-    recipe = Recipe.without_choice(~pieces.reused(0, stop))
+def _spoilt(segment: SegmentMap) -> SegmentMap:
+    return [StateMap(it.product * 0, it.added * 0, it.tail * 0) for it in segment]
+
+
+def _plan(scratch: Scratch, blocks: np.ndarray, stop: int, pieces: Pieces) -> ReusePlan:
+    """Of the scratch tokens up to some position; pieces are copied, the rest is computed."""
     return ReusePlan(
         request_id=_REQUEST,
         start=0,
         stop=stop,
         token_ids=scratch.token_ids[:stop],
         pieces=pieces,
-        recipe=recipe,
+        recipe=Recipe.without_choice(~pieces.reused(0, stop)),
         donor_blocks=[],
         donor_depth=0,
         block_ids=np.asarray(blocks, np.int32),
     )
 
 
-def _kv_between(scratch: Scratch, first: int, stop: int) -> float:
-    """How far the KV of what was computed behind a composed state is off, at the worst layer.
+def _reusing(scratch: Scratch, stop: int, segments: Sequence[Placed], case: _Case) -> ReusePlan:
+    """Whose segments are in the blocks of their own; those that are read again get the KV of other
+    tokens first."""
+    rows = list[list[int]]()
+    for number, segment in enumerate(segments):
+        behind = segment.first if number in case.read else 0
+        rows += _rows(scratch, segment, behind)
+    plan = _plan(scratch, scratch.copy, stop, Pieces.from_table(rows))
+    if not case.asks:
+        return plan
+    read = np.zeros(stop, np.bool_)
+    for number in case.read:
+        read[segments[number].first : segments[number].stop] = True
+    plan.recipe = _choosing(plan.reused, read)
+    plan.suffix = scratch.token_ids[stop : stop + _QUESTION]
+    return plan
+
+
+def _rows(scratch: Scratch, segment: Placed, behind: int) -> list[list[int]]:
+    """Pieces of a segment, of the tokens that stand so many positions in front of its own."""
+    rows, at, size = list[list[int]](), segment.first, scratch.block_size
+    while at < segment.stop:
+        source = at - behind
+        length = min(segment.stop - at, size - source % size)
+        rows.append([at, length, int(scratch.own[source // size]), source % size, source])
+        at += length
+    return rows
+
+
+def _choosing(reused: BoolArray, read: BoolArray) -> Recipe:
+    """That leaves no choice but to read some tokens again; or none, where nothing would fit."""
+    if not read.any():
+        return Recipe.of(ReadAgain(1), fates_of(~reused), 1)
+    count = int(read.sum())
+    return Recipe.of(ReadAgain(count), fates_of(~reused, None, reused & ~read), count)
+
+
+def _states_off(
+    layers: StateLayers, found: HeldStates, expected: HeldStates, case: _Case, most: float
+) -> float:
+    """How far states, and what is kept of short convolutions, are off at the worst layer.
+
+    Raises:
+        UnsupportedModelError: further than rounding explains.
+    """
+    worst = 0.0
+    for layer, held, wanted in zip(layers.layers, found, expected, strict=True):
+        state, inputs = (relative_error(*both) for both in zip(held, wanted, strict=True))
+        worst = max(worst, state, inputs)
+        if not max(state, inputs) <= most:
+            raise UnsupportedModelError(
+                f"{layer.name}: {case.what} is not that of the same tokens read one after the "
+                f"other (off by {state:.2g} of its norm, its last inputs by {inputs:.2g})"
+            )
+    return worst
+
+
+def _kv_off(scratch: Scratch, first: int, stop: int, case: _Case) -> float:
+    """How far the KV of segments, and of what is between them, is off at the worst layer.
 
     Raises:
         UnsupportedModelError: further than rounding explains.
@@ -128,7 +195,7 @@ def _kv_between(scratch: Scratch, first: int, stop: int) -> float:
             worst = max(worst, error)
             if not error <= tolerance(scratch.dtype):
                 raise UnsupportedModelError(
-                    f"{layer.layer_name}: keys or values behind a composed state are not those of "
-                    f"the model (off by {error:.2g} of their norm)"
+                    f"{layer.layer_name}: with {case.what}, keys or values are not those of the "
+                    f"model (off by {error:.2g} of their norm)"
                 )
     return worst

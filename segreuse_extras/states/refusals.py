@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from segreuse_extras.states.again import POLICIES
 from vllm_segreuse.engine.supported import WITHOUT, RefusedError, composes_states
 from vllm_segreuse.options.server import ServerOptions
 
@@ -32,9 +33,9 @@ def check(vllm_config: VllmConfig, config: ServerOptions) -> None:
     faults = _engine_faults(vllm_config)
     faults.append(
         (
-            config.policy != "shift",
-            f"{_BY} are proven for the policy shift only, and policy={config.policy}; write "
-            "policy: shift into --segreuse-config",
+            config.policy not in POLICIES,
+            f"{_BY} are proven for the policies {' and '.join(POLICIES)} only, and policy="
+            f"{config.policy}; write policy: focus into --segreuse-config",
         )
     )
     if reasons := [why for wrong, why in faults if wrong]:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from segreuse_extras.context.options import SAME, ContextOptions
+from segreuse_extras.states import again
 from segreuse_extras.states.catalogue import MapCatalogue
 from segreuse_extras.states.finder import WholeSegments
 from segreuse_extras.states.messages import (
@@ -22,7 +24,8 @@ from segreuse_extras.states.messages import (
 from segreuse_extras.states.metrics import EVICTED, NOTED
 from segreuse_extras.states.options import StatesServer
 from vllm_segreuse.compat.block_events import BlockListener
-from vllm_segreuse.plan import ReusePlan
+from vllm_segreuse.plan import BoolArray, Recipe, ReusePlan, Segments
+from vllm_segreuse.policies import Situation
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
 from vllm_segreuse.scheduling.making import Making
@@ -63,13 +66,17 @@ class SegmentStates(Feature, BlockListener):
         tracked = arriving.tracked
         if arriving.images is not None:
             arriving.bypass(IMAGES)
-        if arriving.options.policy != "shift":
+        if arriving.options.policy not in again.POLICIES:
             arriving.bypass(ONLY_SHIFT)
         if ContextOptions.of(arriving.options).context == SAME:
             arriving.bypass(OTHER_CONTEXT)  # a map has seen what was in front where it was noted
         space = self._core.namespaces.digest(tracked.prompt.namespace)
         finder = WholeSegments(tracked.method.finder, self.catalogue, space, self._core.block_size)
         tracked.method = replace(tracked.method, finder=finder, later_turns=None, left_behind=())
+        if arriving.options.policy == "focus":
+            situation = partial(arriving.methods.situation, arriving.options)
+            make = partial(_reading_again, finder, situation)
+            tracked.method = replace(tracked.method, make_recipe=make, work=None)
         self._finders[tracked.request_id] = finder
 
     def decided(
@@ -161,6 +168,15 @@ class SegmentStates(Feature, BlockListener):
     def status(self) -> Mapping[str, Any]:
         """How many maps there are."""
         return {"state_maps": self.catalogue.num_ready}
+
+
+def _reading_again(
+    finder: WholeSegments,
+    situation: Callable[[BoolArray, Segments], Situation],
+    reused: BoolArray,
+    segments: Segments,
+) -> Recipe | None:
+    return again.recipe(situation(reused, segments), finder.spans)
 
 
 def start(making: Making) -> SegmentStates | None:

@@ -258,7 +258,7 @@ def test_preempted_requests_answer_as_others(world: World) -> None:
 
 def test_other_policies_are_bypassed_by_name(world: World) -> None:
     world.read()
-    for policy in ("focus", "epic", "exact"):
+    for policy in ("epic", "prophet", "peaks", "exact"):
         asked = NAMESPACE | {"segreuse_policy": policy}
         [found] = world.running.ask(world.again, options=asked, max_tokens=1)
         assert found.report["bypass_reason"] == "states_need_shift"

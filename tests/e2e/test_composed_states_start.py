@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.e2e.engine import engine
@@ -26,6 +28,54 @@ def test_start_up_refuses_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> No
         pytest.raises(RefusedError, match="a composed state is not that of the same tokens"),
         engine(SHAPE, segreuse=SHIFT),
     ):
+        pass
+
+
+def test_start_up_refuses_the_state_of_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has left must not be gone on from."""
+    from segreuse_extras.states.layers import StateLayers
+
+    monkeypatch.setattr(StateLayers, "restore", lambda *_: None)
+    with (
+        pytest.raises(RefusedError, match="a state behind a question that chose nothing is not"),
+        engine(SHAPE),
+    ):
+        pass
+
+
+def test_start_up_refuses_a_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands behind a segment that is read again is composed behind it."""
+    from segreuse_extras.states.prefill import StatesPrefill
+
+    go_on = StatesPrefill._go_on
+
+    def composed_first(
+        prefill: StatesPrefill, plan: Any, at: int, composed: Any, fronts: Any = None
+    ) -> bool:
+        if fronts is not None:
+            return go_on(prefill, plan, at, composed, fronts)
+        for it in composed:
+            running = prefill.given[plan.request_id].running
+            prefill.state_layers.compose(running, prefill.captures.maps[it.segment])
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill.state_layers, "compose", lambda *_: None)
+            return go_on(prefill, plan, at, composed)
+
+    monkeypatch.setattr(StatesPrefill, "_go_on", composed_first)
+    with (
+        pytest.raises(RefusedError, match="a state composed behind a segment that was read again"),
+        engine(SHAPE),
+    ):
+        pass
+
+
+def test_start_up_refuses_a_question_whose_attention_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from segreuse_extras.states.question import Question
+
+    monkeypatch.setattr(Question, "chunk_of", lambda *_: None)
+    with pytest.raises(RefusedError, match="NaN or infinity"), engine(SHAPE):
         pass
 
 

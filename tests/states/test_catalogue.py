@@ -170,6 +170,8 @@ def test_pieces_are_cut_to_segments() -> None:
     assert found.pieces.rows() == [[5, 27, 5, 4, 104], [32, 23, 6, 0, 131]]
     assert found.num_tokens == 50
     assert found.max_depth == 2
+    finder.find(Prompt(0, PROMPT), 3, len(PROMPT) - 1)
+    assert (finder.taken, finder.spans) == ([Placed(a, 5, 55)], [(2, 52)])
 
 
 def test_runs_without_a_map_are_told() -> None:

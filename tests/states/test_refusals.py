@@ -53,7 +53,7 @@ def test_without_the_flag_they_are_refused_with_the_way_out(
         f"LlamaForCausalLM {STATES}; on a CPU, --no-disable-hybrid-kv-cache-manager has states of "
         "such layers composed (docs/hybrids.md); or serve this model without --segreuse"
     )
-    check(engine(llama, disabled), options(policy="focus"))
+    check(engine(llama, disabled), options(policy="epic"))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,9 @@ def test_what_is_not_proven_is_refused(changes: dict[str, Any], sentence: str, l
 
 def test_other_policies_are_refused(llama: Any) -> None:
     text = refused(lambda: check(engine(llama), options(policy="epic")))
-    assert "for the policy shift only, and policy=epic; write policy: shift" in text
+    assert "for the policies focus and shift only, and policy=epic; write policy: focus" in text
+    check(engine(llama), options(policy="focus"))
+    check(engine(llama), SegReuseConfig())
 
 
 def test_gpus_are_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segreuse_extras.states.messages import Captured, MapFacts
+from segreuse_extras.states.again import ReadAgain
+from segreuse_extras.states.messages import Captured, MapFacts, Placed
 from segreuse_extras.states.scheduler import SegmentStates
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
+from vllm_segreuse.plan import ModelLayers, Segments
+from vllm_segreuse.scheduling.methods import Methods
 from vllm_segreuse.scheduling.tracked import Bypass
 
 
@@ -38,11 +41,15 @@ class Made:
         """What becomes of a request with these options."""
         from vllm_segreuse.scheduling.tracked import Method, TrackedRequest
 
-        method: Any = Method("", SimpleNamespace(), lambda *_: None, later_turns=lambda: 1.0)
+        found: Any = SimpleNamespace()
+        method: Any = Method("", found, lambda *_: None, later_turns=lambda: 1.0)
         prompt: Any = SimpleNamespace(namespace=7)
         tracked = TrackedRequest("request", prompt, method)
         given = RequestOptions(**({"policy": "shift"} | options))
-        arriving: Any = SimpleNamespace(tracked=tracked, images=images, options=given)
+        methods = Methods(16, ModelLayers.of_full_attention(8), found)
+        arriving: Any = SimpleNamespace(
+            tracked=tracked, images=images, options=given, methods=methods
+        )
         arriving.bypass = lambda reason: setattr(tracked, "mode", Bypass(reason))
         self.feature.admit(arriving)
         return tracked
@@ -52,7 +59,10 @@ class Made:
     ("given", "reason"),
     [
         ({}, None),
-        ({"policy": "focus"}, "states_need_shift"),
+        ({"policy": "focus"}, None),
+        ({"policy": "epic"}, "states_need_shift"),
+        ({"policy": "prophet"}, "states_need_shift"),
+        ({"policy": "peaks"}, "states_need_shift"),
         ({"context": "same"}, "states_of_other_context"),
         ({"images": "some"}, "multimodal"),
     ],
@@ -62,6 +72,30 @@ def test_what_a_map_cannot_serve_is_bypassed_by_name(given: Any, reason: str | N
     assert tracked.bypass == reason
     assert tracked.method.later_turns is None
     assert tracked.method.left_behind == ()
+
+
+def test_focus_reads_whole_segments_again() -> None:
+    tracked = Made().admitted(policy="focus")
+    finder = tracked.method.finder
+    finder.start, finder.taken = (
+        100,
+        [Placed(number, 110 + 60 * number, 160 + 60 * number) for number in range(8)],
+    )
+    reused = np.zeros(600, np.bool_)
+    for first, stop in finder.spans:
+        reused[first:stop] = True
+    segments = Segments.elsewhere(
+        np.array([first for first, _ in finder.spans], np.int32), np.full(8, 900, np.int32)
+    )
+    recipe = tracked.method.make_recipe(reused, segments)
+    assert recipe.program == ReadAgain(100)
+    assert recipe.top_k == 100
+    assert np.array_equal(recipe.candidates, reused)
+    assert tracked.method.work is None, "nothing of what was found is left out"
+    of_share = Made().admitted(policy="focus", recompute_ratio=0.5)
+    of_share.method.finder.start, of_share.method.finder.taken = finder.start, finder.taken
+    assert of_share.method.make_recipe(reused, segments).program == ReadAgain(200)
+    assert Made().admitted(policy="shift").method.make_recipe(reused, segments) is None
 
 
 def test_there_is_room_for_as_many_maps_as_the_budget_holds() -> None:

@@ -32,6 +32,7 @@ class PlanOutcome(NamedTuple):
         acceptance: of similar segments; None: not tested, or everything was computed.
         restoration: number of the plan's restoration; 0: it has none.
         is_restored: whether what it restores is in place, on all ranks. If not, it was computed.
+        again: new tokens that were computed once more, behind what was chosen.
     """
 
     computed: int
@@ -41,3 +42,4 @@ class PlanOutcome(NamedTuple):
     acceptance: AcceptanceOutcome | None = None
     restoration: int = 0
     is_restored: bool = False
+    again: int = 0

@@ -359,8 +359,9 @@ class ReusePlan:
         computed = self.layer_tokens(layers, chosen) + by_vllm
         if outcome is not None and outcome.in_full:  # once more, and all of it
             computed += self.in_full().layer_tokens(layers)
-        if outcome is not None and outcome.acceptance is not None:
-            computed += outcome.acceptance.again * layers.count
+        if outcome is not None:
+            tested = 0 if outcome.acceptance is None else outcome.acceptance.again
+            computed += (outcome.again + tested) * layers.count
         return round(computed / ((num_tokens - begin) * layers.in_all), 4)
 
     @property

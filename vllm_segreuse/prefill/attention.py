@@ -260,7 +260,7 @@ class PassAttention:
         """
         if self._attends_in_rows(tokens):
             with (
-                _watched(self._by_kernel + self._in_rows, watching, len(tokens)),
+                watched(self._by_kernel + self._in_rows, watching, len(tokens)),
                 self._rows.forward_context(tokens, block_tables, execution),
             ):
                 yield
@@ -270,7 +270,7 @@ class PassAttention:
             attend = _told(watching, attend, len(tokens))
         with (
             replaced_forward(self._by_kernel, attend),
-            _watched(self._in_rows, watching, len(tokens)),
+            watched(self._in_rows, watching, len(tokens)),
             pass_context(
                 self._rows.vllm_config,
                 self._metadata(tokens, block_tables),
@@ -350,10 +350,11 @@ class PassAttention:
         return output
 
 
-def _watched(
+def watched(
     layers: list[torch.nn.Module], watching: Watching | None, count: int
 ) -> AbstractContextManager[None]:
-    """Layers that attend in rows, and are watched, if anybody wants to."""
+    """Meanwhile somebody is told what layers that attend in rows are given of so many tokens; None:
+    nobody is."""
     if watching is None:
         return nullcontext()
     return replaced_forward(layers, _told(watching, stock_forward, count))

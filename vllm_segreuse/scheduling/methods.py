@@ -81,13 +81,12 @@ class Methods:
     ) -> Recipe | None:
         """What a policy computes of what was found. None: that is no less work than to compute
         everything, where `work` counts it."""
-        recipe = POLICIES[options.policy](self._situation(options, reused, segments))
+        recipe = POLICIES[options.policy](self.situation(options, reused, segments))
         everything = len(reused) * self.layers.in_all
         return None if work is not None and work(recipe) >= everything else recipe
 
-    def _situation(
-        self, options: PolicyOptions, reused: BoolArray, segments: Segments
-    ) -> Situation:
+    def situation(self, options: PolicyOptions, reused: BoolArray, segments: Segments) -> Situation:
+        """What a policy is given of what was found."""
         return Situation(
             reused=reused,
             segments=segments,
