@@ -126,6 +126,18 @@ def test_what_is_in_its_own_context_is_not_read_again() -> None:
     assert found.settled.sum() == HEAD + QUESTION
 
 
+def test_a_segment_that_is_partly_in_its_own_context_is_read_as_a_whole() -> None:
+    reused = np.ones(400, np.bool_)
+    reused[:HEAD] = False
+    where = np.array([HEAD, 60, 100], np.int32)
+    in_context = np.array([True, False, False])
+    segments = Segments(where, where + 500, in_context, np.ones(3))
+    found = recipe(Situation(reused, segments, 16, 8, None, 0, None), [(HEAD, 100), (100, 400)])
+    assert found is not None
+    assert found.candidates.sum() == 380
+    assert found.top_k == 95
+
+
 def test_what_costs_as_much_as_full_prefill_is_not_reused() -> None:
     """New text behind what is chosen, and the question, are computed twice."""
     lengths = [100] * 4

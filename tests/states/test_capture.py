@@ -106,8 +106,8 @@ def test_a_map_composes_what_the_rule_computes(steps: tuple[int, ...], decoded: 
     for (_, states), layer, of_layer in zip(model.caches, model.layers.layers, maps, strict=True):
         states[2] = before[0]
         layer.compose(2, of_layer)
-        assert (layer.state(2) - expected).norm() < 0.01 * expected.norm(), "kept in bfloat16"
-        assert torch.equal(layer.inputs(2), model.inputs[28:31])
+        assert (layer.held(2).state - expected).norm() < 0.01 * expected.norm(), "kept in bfloat16"
+        assert torch.equal(layer.held(2).inputs, model.inputs[28:31])
         assert layer.map_bytes == of_layer.num_bytes
 
 
@@ -202,11 +202,25 @@ def test_a_plan_begins_with_what_is_in_front_of_it() -> None:
         convolution[1], states[1] = 4, 3
         convolution[2] = states[2] = 9
     model.layers.begin([2], [1])
-    assert all((layer.state(2) == 3).all() for layer in model.layers.layers)
-    assert all((layer.inputs(2) == 4).all() for layer in model.layers.layers)
+    assert all((layer.held(2).state == 3).all() for layer in model.layers.layers)
+    assert all((layer.held(2).inputs == 4).all() for layer in model.layers.layers)
     model.layers.begin([2], [])
-    assert all((layer.state(2) == 0).all() for layer in model.layers.layers)
-    assert all((layer.inputs(2) == 0).all() for layer in model.layers.layers)
+    assert all((layer.held(2).state == 0).all() for layer in model.layers.layers)
+    assert all((layer.held(2).inputs == 0).all() for layer in model.layers.layers)
+
+
+def test_what_is_held_is_put_back() -> None:
+    model = Model()
+    for convolution, states in model.caches:
+        convolution[1], states[1] = torch.randn(3, INPUTS), torch.randn(HEADS, CHANNELS, CHANNELS)
+    kept = [(convolution[1].clone(), states[1].clone()) for convolution, states in model.caches]
+    held = model.layers.held([1])
+    for convolution, states in model.caches:
+        convolution[1] = states[1] = 0
+    model.layers.restore([1], held)
+    for (convolution, states), (inputs, state) in zip(model.caches, kept, strict=True):
+        assert torch.equal(convolution[1], inputs)
+        assert torch.equal(states[1], state)
 
 
 @pytest.mark.parametrize(

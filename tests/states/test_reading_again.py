@@ -160,33 +160,63 @@ def test_nothing_that_fits_leaves_what_shift_does() -> None:
 
 
 def test_the_question_looks_up_by_all_layers_and_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget is one document's; which one, attention alone says."""
+    """The budget is one document's; which one, attention alone says: as much as the model itself
+    pays where the question is new text of a plan."""
     prompt, asked = Prompt(max_tokens=4), list[list[float]]()
-    to = Question.to
+    to, compute = Question.to, StatesPrefill._compute
 
     def noted(question: Question, segments: Sequence[Placed]) -> list[float]:
         asked.append(to(question, segments))
-        for layer in prompt.toy.attention:
-            layer.impl.seen = layer.impl.paid.clone()
         return asked[-1]
 
-    compute = StatesPrefill._compute
+    monkeypatch.setattr(Question, "to", noted)
+    outcome, _ = carried_out(prompt, prompt.reading((A, B, C), max(LENGTHS), explains=True))
+    [paid] = asked
 
     def only_of_the_question(prefill: Any, plan: Any, first: int, stop: int, *more: Any) -> bool:
         for layer in prompt.toy.attention:
             layer.impl.paid.zero_()
         return compute(prefill, plan, first, stop, *more)
 
-    monkeypatch.setattr(Question, "to", noted)
     monkeypatch.setattr(StatesPrefill, "_compute", only_of_the_question)
-    outcome, _ = carried_out(prompt, prompt.reading((A, B, C), max(LENGTHS), explains=True))
-    [paid] = asked
-    by_position = sum(layer.impl.seen for layer in prompt.toy.attention)
+    whole = plan_of(prompt.tokens, OWN, len(prompt.tokens), prompt.pieces())
+    prompt.toy.run(whole, prompt.segments)
+    by_position = sum(layer.impl.paid for layer in prompt.toy.attention)
     expected = [float(by_position[it.first : it.stop].sum()) for it in prompt.segments]
     np.testing.assert_allclose(paid, expected, rtol=1e-4)
     best = prompt.segments[int(np.argmax(paid))]
     assert {*range(best.first, best.stop)} <= {*outcome.positions}
     assert outcome.computed == NEW + best.stop - best.first
+
+
+def test_the_last_tokens_of_a_long_question_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = Prompt(max_tokens=4)
+    monkeypatch.setattr("segreuse_extras.states.question.QUESTION_TOKENS", 3)
+    found = list[Question]()
+    choose = Question.to
+    monkeypatch.setattr(Question, "to", lambda *it: found.append(it[0]) or choose(*it))
+    carried_out(prompt, prompt.reading((A, B, C), max(LENGTHS)))
+    [question] = found
+    heads = sum(layer.num_heads for layer in prompt.toy.attention)
+    assert question.is_sound
+    assert float(question.paid.sum()) == pytest.approx(3 * heads, rel=1e-4)
+
+
+def test_what_is_no_number_once_it_is_read_again() -> None:
+    """What was moved is one."""
+    prompt = Prompt()
+    segment = prompt.segments[B]
+    inside = prompt.tokens[segment.first : segment.stop]
+    [token, *_] = (
+        set(inside.tolist())
+        - {*prompt.tokens[: segment.first].tolist()}
+        - {*prompt.tokens[segment.stop :].tolist()}
+    )
+    prompt.toy.embedding[token] = torch.nan
+    shift = plan_of(prompt.tokens, OWN, prompt.stop, prompt.pieces())
+    assert not prompt.toy.run(shift, prompt.segments)[0].not_finite
+    report, _ = prompt.toy.run(prompt.reading((B,), LENGTHS[B]), prompt.segments)
+    assert report.not_finite == [REQUEST]
 
 
 def test_a_layer_that_was_not_asked_costs_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

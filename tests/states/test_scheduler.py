@@ -42,7 +42,7 @@ class Made:
         from vllm_segreuse.scheduling.tracked import Method, TrackedRequest
 
         found: Any = SimpleNamespace()
-        method: Any = Method("", found, lambda *_: None, later_turns=lambda: 1.0)
+        method: Any = Method("", found, lambda *_: None, work=lambda _: 9, later_turns=lambda: 1.0)
         prompt: Any = SimpleNamespace(namespace=7)
         tracked = TrackedRequest("request", prompt, method)
         given = RequestOptions(**({"policy": "shift"} | options))
@@ -95,7 +95,9 @@ def test_focus_reads_whole_segments_again() -> None:
     of_share = Made().admitted(policy="focus", recompute_ratio=0.5)
     of_share.method.finder.start, of_share.method.finder.taken = finder.start, finder.taken
     assert of_share.method.make_recipe(reused, segments).program == ReadAgain(200)
-    assert Made().admitted(policy="shift").method.make_recipe(reused, segments) is None
+    shift = Made().admitted(policy="shift").method
+    assert shift.make_recipe(reused, segments) is None
+    assert shift.work is not None, "it is a policy as others"
 
 
 def test_there_is_room_for_as_many_maps_as_the_budget_holds() -> None:
