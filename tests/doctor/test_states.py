@@ -21,8 +21,11 @@ def found(folder: Path, name: str, arguments: dict[str, Any], policy: str) -> Di
     return diagnose(EngineArgs(model=str(folder), **arguments), options)
 
 
-def test_a_model_of_the_delta_rule_works_where_it_was_asked_for(tmp_path: Path) -> None:
-    said = found(tmp_path, "qwen3-next-80b-a3b", ASKED, "shift")
+@pytest.mark.parametrize("policy", ["auto", "shift"])
+def test_a_model_of_the_delta_rule_works_where_it_was_asked_for(
+    policy: str, tmp_path: Path
+) -> None:
+    said = found(tmp_path, "qwen3-next-80b-a3b", ASKED, policy)
     assert said.works, said.reasons
     assert any("start-up proves on the loaded model" in note for note in said.notes)
 
@@ -31,7 +34,7 @@ def test_a_model_of_the_delta_rule_works_where_it_was_asked_for(tmp_path: Path) 
     ("arguments", "policy", "way_out"),
     [
         ({}, "shift", "--no-disable-hybrid-kv-cache-manager has states of such layers composed"),
-        (ASKED, "focus", "write policy: shift into --segreuse-config"),
+        (ASKED, "prophet", "write policy: focus into --segreuse-config"),
         (ASKED | {"enforce_eager": False}, "shift", "add --enforce-eager"),
     ],
 )
