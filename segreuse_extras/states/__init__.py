@@ -11,6 +11,6 @@ moves needs no rotation there.
 
 A segment is reused as a whole or not at all: it has no map of a part. What is between the segments
 is computed by the model's own forward, one stretch after the other, each from the state that the
-one before has left. What is behind the last one is left to vLLM's step. With the policy `focus` some
-segments are then read again (`again.py`).
+one before has left. What is behind the last one is left to vLLM's step. With the policy `focus`
+some segments are then read again (`again.py`).
 """

@@ -94,11 +94,9 @@ class _SharedMethods(Methods):
             self._counts[recipe] = recipe.counts(recipe.top_k)
         return self._counts[recipe]
 
-    def _situation(
-        self, options: PolicyOptions, reused: BoolArray, segments: Segments
-    ) -> Situation:
+    def situation(self, options: PolicyOptions, reused: BoolArray, segments: Segments) -> Situation:
         if self._last is None or self._last.reused is not reused:
-            self._last = super()._situation(options, reused, segments)
+            self._last = super().situation(options, reused, segments)
         return self._last
 
     def _work(self, recipe: Recipe) -> int:
