@@ -56,19 +56,24 @@ class Left(NamedTuple):
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Also knows the answers of plain vLLM to `long`."""
+    """Also knows the answers of plain vLLM to prompts of this module."""
     with engine(SHAPE, segreuse=False) as plain:
         _, _, prompt, again = texts(plain.vocab_size)
-        full = plain.ask(prompt, again, long_question(plain.vocab_size))
+        full = plain.ask(prompt, again, *(around(plain.vocab_size, *it) for it in OTHERS))
     with engine(SHAPE) as running:
         yield World(full, running)
         check(running)
 
 
-def long_question(vocab_size: int) -> list[int]:
-    """A prompt whose question vLLM reads in several steps: it ends one at a block's end."""
+LONG, BEHIND_PREFIX = OTHERS = (50, 21, 420), (400, 13, 75)
+"""Gaps of prompts: of one whose question vLLM reads in several steps, since it ends one at a
+block's end; and of one that begins with a whole block."""
+
+
+def around(vocab_size: int, *gaps: int) -> list[int]:
+    """Both documents, and other text."""
     documents, *_ = texts(vocab_size)
-    return Prompts(vocab_size, seed=9).around(*documents, gaps=(50, 21, 420))
+    return Prompts(vocab_size, seed=9).around(*documents, gaps=gaps)
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +206,7 @@ def test_one_of_two_documents_is_read_again_and_counted(world: World, left: list
 
 
 def test_a_question_that_takes_several_steps(world: World, choose: Choose) -> None:
-    prompt = long_question(world.running.vocab_size)
+    prompt = around(world.running.vocab_size, *LONG)
     choose([0, 1])
     submit(world.running, "long", prompt, NAMESPACE)
     steps = 1
@@ -211,6 +216,17 @@ def test_a_question_that_takes_several_steps(world: World, choose: Choose) -> No
     [found] = answers.values()
     assert found.report["recomputed_tokens"] == sum(LENGTHS)
     assert_same(found, world.full[2], NOISE)
+
+
+def test_behind_a_prefix_hit(world: World, choose: Choose) -> None:
+    running = world.running
+    prompt = around(running.vocab_size, *BEHIND_PREFIX)
+    asked(running, prompt[: BEHIND_PREFIX[0]])
+    choose([0, 1])
+    found = asked(running, prompt)
+    assert found.report["prefix_tokens"] == world.block_size
+    assert found.report["recomputed_tokens"] == sum(LENGTHS)
+    assert_same(found, world.full[3], NOISE)
 
 
 def test_where_they_were_read_nothing_is_read_again(world: World) -> None:

@@ -75,16 +75,22 @@ class Prompt:
         return Pieces.from_table(rows)
 
     def reading(
-        self, may: Sequence[int], budget: int, most: int | None = None, **more: Any
+        self,
+        may: Sequence[int],
+        budget: int,
+        most: int | None = None,
+        start: int = 0,
+        **more: Any,
     ) -> ReusePlan:
         """A plan that may read some of the documents again."""
         pieces = self.pieces()
-        reused = pieces.reused(0, self.stop)
+        reused = pieces.reused(start, self.stop)
         spared = reused.copy()
         for number in may:
-            spared[self.segments[number].first : self.segments[number].stop] = False
+            _, first, stop = self.segments[number]
+            spared[first - start : stop - start] = False
         recipe = Recipe.of(ReadAgain(budget), fates_of(~reused, None, spared), most or budget)
-        return plan_of(self.tokens, OWN, self.stop, pieces, recipe, **more)
+        return plan_of(self.tokens, OWN, self.stop, pieces, recipe, start, **more)
 
     def without(self, read: Sequence[int]) -> tuple[list[torch.Tensor], HeldStates]:
         """What is left where some of the documents are not reused at all: they are new text."""
@@ -109,6 +115,8 @@ def assert_equal(
 def carried_out(prompt: Prompt, plan: ReusePlan) -> Any:
     for layer in prompt.toy.attention:
         layer.kv_cache[torch.from_numpy(OWN).long()[:, None] * BLOCK + torch.arange(BLOCK)] = 0
+    if plan.start:
+        prompt.toy.read_prefix(prompt.tokens[: plan.start], OWN)
     report, states = prompt.toy.run(plan, prompt.segments)
     assert not report.not_finite
     return report.outcomes[REQUEST], (prompt.toy.kv(OWN, 0, prompt.stop), states)
@@ -125,16 +133,17 @@ CASES: list[tuple[tuple[int, ...], int]] = [
 ]
 
 
-@pytest.mark.parametrize("max_tokens", [1000, 6])
+@pytest.mark.parametrize(("max_tokens", "start"), [(1000, 0), (6, 0), (1000, 3), (1000, GAPS[0])])
 @pytest.mark.parametrize(("read", "twice"), CASES)
 def test_what_is_read_again_is_as_if_it_had_not_been_reused(
-    read: tuple[int, ...], twice: int, max_tokens: int
+    read: tuple[int, ...], twice: int, max_tokens: int, start: int
 ) -> None:
     prompt = Prompt(max_tokens)
     count = sum(LENGTHS[number] for number in read)
-    outcome, found = carried_out(prompt, prompt.reading(read, count, explains=True))
+    plan = prompt.reading(read, count, start=start, explains=True)
+    outcome, found = carried_out(prompt, plan)
     assert_equal(found, prompt.without(read))
-    assert outcome.computed == NEW + count
+    assert outcome.computed == NEW + count - start
     assert outcome.again == twice
     positions = {p for number in read for p in range(*prompt.segments[number][1:])}
     assert positions <= {*outcome.positions}

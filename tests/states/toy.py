@@ -24,8 +24,8 @@ from vllm_segreuse.prefill.executor import PassReport
 from vllm_segreuse.prefill.tokens import TokenTable
 
 BLOCK, BLOCKS, VOCABULARY = 8, 64, 50
-RUNNING = 2
-"""Block of the states."""
+RUNNING, BEFORE = 2, 3
+"""Blocks of the states, and of those in front of a plan behind a prefix hit."""
 REQUEST = "request"
 
 
@@ -173,9 +173,16 @@ class Toy:
     ) -> tuple[PassReport, HeldStates]:
         """Carry a plan out; what is reported, and the states that it leaves."""
         self.captures.order(orders)
-        self.prefill.given = {REQUEST: PlanStates(tuple(segments), (RUNNING,), ())}
+        before = (BEFORE,) if plan.start else ()
+        self.prefill.given = {REQUEST: PlanStates(tuple(segments), (RUNNING,), before)}
         report = self.prefill.run([plan])
         return report, self.states.held([RUNNING])
+
+    def read_prefix(self, tokens: np.ndarray, blocks: np.ndarray) -> None:
+        """Whoever computed it, it is there."""
+        self.run(plan_of(tokens, blocks, len(tokens), Pieces.from_table([])))
+        for layer in self.states.layers:
+            layer.copy(RUNNING, BEFORE)
 
     def kv(self, blocks: np.ndarray, first: int, stop: int) -> list[torch.Tensor]:
         """What layers of attention have of some positions."""
@@ -207,16 +214,18 @@ def plan_of(
     stop: int,
     pieces: Pieces,
     recipe: Recipe | None = None,
+    start: int = 0,
     **more: Any,
 ) -> ReusePlan:
-    """Of the first tokens of a prompt; what is behind is its question, if the recipe asks."""
-    recipe = recipe or Recipe.without_choice(~pieces.reused(0, stop))
+    """Of the first tokens of a prompt, behind a prefix hit; what is behind is its question, if the
+    recipe asks."""
+    recipe = recipe or Recipe.without_choice(~pieces.reused(start, stop))
     asks = recipe.program.probes_suffix
     return ReusePlan(
         request_id=REQUEST,
-        start=0,
+        start=start,
         stop=stop,
-        token_ids=tokens[:stop],
+        token_ids=tokens[start:stop],
         pieces=pieces,
         recipe=recipe,
         donor_blocks=[],
