@@ -45,7 +45,7 @@ class Aligned(Prepared):
         return [*self.given]
 
 
-class Carried(NamedTuple):
+class CarriedOut(NamedTuple):
     """What came of a plan.
 
     Attributes:
@@ -154,7 +154,7 @@ class StatesPrefill(SparsePrefill):
         seconds = time.perf_counter() - started
         return PassReport(prepared.seconds, seconds, not_finite, outcomes)
 
-    def _carry_out(self, plan: ReusePlan) -> Carried:
+    def _carry_out(self, plan: ReusePlan) -> CarriedOut:
         given, layers = self.given[plan.request_id], self.state_layers
         is_computed, may_be_chosen = plan.recipe.settled, plan.recipe.candidates
         moved = [it for it in given.segments if not is_computed[it.first - plan.start]]
@@ -163,19 +163,19 @@ class StatesPrefill(SparsePrefill):
         layers.begin(given.running, given.before)
         finite = self._go_on(plan, plan.start, moved, fronts)
         if not len(plan.suffix):
-            return Carried(finite)
+            return CarriedOut(finite)
         behind = layers.held(given.running)
         with self.captures.resting():
             read = self._choose(plan, open_segments)
             if not read:
                 layers.restore(given.running, behind)
-                return Carried(finite and read is not None)
+                return CarriedOut(finite and read is not None)
             first = read[0].first
             layers.restore(given.running, fronts[read[0]])
             composed = [it for it in moved if it.first > first and it not in read]
             finite &= self._go_on(plan, first, composed)
         reused = sum(it.stop - it.first for it in moved if it.first >= first)
-        return Carried(finite, read, plan.stop - first - reused)
+        return CarriedOut(finite, read, plan.stop - first - reused)
 
     def _go_on(
         self,

@@ -24,7 +24,7 @@ _SHORT, _BETWEEN, _QUESTION = 24, 40, 16
 that heads still remember what is in front: of longer ones a wrong product would hardly show."""
 
 
-class _Case(NamedTuple):
+class _Reading(NamedTuple):
     """What becomes of the two segments.
 
     Attributes:
@@ -38,12 +38,12 @@ class _Case(NamedTuple):
     what: str
 
 
-_CASES = (
-    _Case((), False, "a composed state"),
-    _Case((), True, "a state behind a question that chose nothing"),
-    _Case((0,), True, "a state composed behind a segment that was read again"),
-    _Case((1,), True, "a state of a segment that was read again behind a composed one"),
-    _Case((0, 1), True, "a state of segments that were read again"),
+_READINGS = (
+    _Reading((), False, "a composed state"),
+    _Reading((), True, "a state behind a question that chose nothing"),
+    _Reading((0,), True, "a state composed behind a segment that was read again"),
+    _Reading((1,), True, "a state of a segment that was read again behind a composed one"),
+    _Reading((0, 1), True, "a state of segments that were read again"),
 )
 
 
@@ -82,13 +82,13 @@ def prove_states(scratch: Scratch, prefill: StatesPrefill, running: Sequence[int
         raise UnsupportedModelError("what segments change of states was not noted")
     expected, maps, worst = layers.held(running), dict(captures.maps), 0.0
     given = PlanStates(segments, tuple(running), ())
-    for case in _CASES:
+    for reading in _READINGS:
         scratch.clear_copy()
-        captures.maps.update({number: _spoilt(maps[number]) for number in case.read})
-        _run(prefill, _reusing(scratch, stop, segments, case), given)
+        captures.maps.update({number: _spoilt(maps[number]) for number in reading.read})
+        _run(prefill, _reusing(scratch, stop, segments, reading), given)
         captures.maps.update(maps)
-        off = _states_off(layers, layers.held(running), expected, case, tolerance(scratch.dtype))
-        worst = max(worst, off, _kv_off(scratch, first, stop, case))
+        off = _states_off(layers, layers.held(running), expected, reading, tolerance(scratch.dtype))
+        worst = max(worst, off, _kv_off(scratch, first, stop, reading))
     captures.drop([0, 1])
     return worst
 
@@ -120,18 +120,20 @@ def _plan(scratch: Scratch, blocks: np.ndarray, stop: int, pieces: Pieces) -> Re
     )
 
 
-def _reusing(scratch: Scratch, stop: int, segments: Sequence[Placed], case: _Case) -> ReusePlan:
+def _reusing(
+    scratch: Scratch, stop: int, segments: Sequence[Placed], reading: _Reading
+) -> ReusePlan:
     """Whose segments are in the blocks of their own; those that are read again get the KV of other
     tokens first."""
     rows = list[list[int]]()
     for number, segment in enumerate(segments):
-        behind = segment.first if number in case.read else 0
+        behind = segment.first if number in reading.read else 0
         rows += _rows(scratch, segment, behind)
     plan = _plan(scratch, scratch.copy, stop, Pieces.from_table(rows))
-    if not case.asks:
+    if not reading.asks:
         return plan
     read = np.zeros(stop, np.bool_)
-    for number in case.read:
+    for number in reading.read:
         read[segments[number].first : segments[number].stop] = True
     plan.recipe = _choosing(plan.reused, read)
     plan.suffix = scratch.token_ids[stop : stop + _QUESTION]
@@ -158,7 +160,7 @@ def _choosing(reused: BoolArray, read: BoolArray) -> Recipe:
 
 
 def _states_off(
-    layers: StateLayers, found: HeldStates, expected: HeldStates, case: _Case, most: float
+    layers: StateLayers, found: HeldStates, expected: HeldStates, reading: _Reading, most: float
 ) -> float:
     """How far states, and what is kept of short convolutions, are off at the worst layer.
 
@@ -171,13 +173,13 @@ def _states_off(
         worst = max(worst, state, inputs)
         if not max(state, inputs) <= most:
             raise UnsupportedModelError(
-                f"{layer.name}: {case.what} is not that of the same tokens read one after the "
+                f"{layer.name}: {reading.what} is not that of the same tokens read one after the "
                 f"other (off by {state:.2g} of its norm, its last inputs by {inputs:.2g})"
             )
     return worst
 
 
-def _kv_off(scratch: Scratch, first: int, stop: int, case: _Case) -> float:
+def _kv_off(scratch: Scratch, first: int, stop: int, reading: _Reading) -> float:
     """How far the KV of segments, and of what is between them, is off at the worst layer.
 
     Raises:
@@ -195,7 +197,7 @@ def _kv_off(scratch: Scratch, first: int, stop: int, case: _Case) -> float:
             worst = max(worst, error)
             if not error <= tolerance(scratch.dtype):
                 raise UnsupportedModelError(
-                    f"{layer.layer_name}: with {case.what}, keys or values are not those of the "
+                    f"{layer.layer_name}: with {reading.what}, keys or values are not those of the "
                     f"model (off by {error:.2g} of their norm)"
                 )
     return worst

@@ -13,7 +13,7 @@ import torch
 
 from segreuse_extras.states.catalogue import MapCatalogue
 from segreuse_extras.states.layers import HeldStates
-from segreuse_extras.states.prefill import Carried, StatesPrefill
+from segreuse_extras.states.prefill import CarriedOut, StatesPrefill
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, preempt, step, submit
 from tests.e2e.test_composed_states import LENGTHS, NOISE, SHAPE, World, check, texts
@@ -35,7 +35,7 @@ class Left(NamedTuple):
     """What a plan has left for vLLM's step: states, and keys and values of its tokens by layer."""
 
     plan: ReusePlan
-    carried: Carried
+    carried: CarriedOut
     states: HeldStates
     kv: list[torch.Tensor]
 
@@ -89,7 +89,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[Left]:
     """What plans leave, one after the other."""
     found, carry_out = list[Left](), StatesPrefill._carry_out
 
-    def noted(prefill: StatesPrefill, plan: ReusePlan) -> Carried:
+    def noted(prefill: StatesPrefill, plan: ReusePlan) -> CarriedOut:
         carried = carry_out(prefill, plan)
         kv = [
             part.tokens(typed_pages(it.attention)[plan.block_ids.tolist()])[: plan.stop].clone()
@@ -205,7 +205,9 @@ def test_one_of_two_documents_is_read_again_and_counted(world: World, left: list
     assert found.cached_tokens == max(LENGTHS)
 
 
-def test_a_question_that_takes_several_steps(world: World, choose: Choose) -> None:
+def test_a_question_that_takes_several_steps(
+    world: World, left: list[Left], choose: Choose
+) -> None:
     prompt = around(world.running.vocab_size, *LONG)
     choose([0, 1])
     submit(world.running, "long", prompt, NAMESPACE)
@@ -215,6 +217,7 @@ def test_a_question_that_takes_several_steps(world: World, choose: Choose) -> No
     assert steps > 4, "that are more than tokens of the answer"
     [found] = answers.values()
     assert found.report["recomputed_tokens"] == sum(LENGTHS)
+    assert [len(it.carried.read) for it in left] == [2], "nothing was computed in full"
     assert_same(found, world.full[2], NOISE)
 
 
