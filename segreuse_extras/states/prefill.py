@@ -86,7 +86,8 @@ class StatesPrefill(SparsePrefill):
         max_tokens: most that are computed at once.
 
     Attributes:
-        states, captures: as given.
+        state_layers: those that hand a state on.
+        kv, captures: as given.
         given: what plans need beside their pieces, by request; of the step under way.
     """
 
@@ -103,7 +104,7 @@ class StatesPrefill(SparsePrefill):
         self.state_layers, self.captures = states, captures
         self.aligner = aligner
         self._stack, self._rows, self._max_tokens = stack, rows, max_tokens
-        self._kv = kv
+        self.kv = kv
         self._block_size = stack.block_size
         self._device = stack.attention[0].kv_cache.device
         self.given: Mapping[str, PlanStates] = {}
@@ -143,25 +144,26 @@ class StatesPrefill(SparsePrefill):
         started = time.perf_counter()
         not_finite, outcomes = [], dict[str, PlanOutcome]()
         for plan in prepared.plans:
-            ended, carried = plan, self._carry_out(plan)
+            ended, carried = plan, self.carry_out(plan)
             if not carried.finite:
                 not_finite.append(plan.request_id)
                 ended = plan.without_copies()
-                carried = self._carry_out(ended)
+                carried = self.carry_out(ended)
             if ended.reports:
                 outcomes[plan.request_id] = carried.outcome(ended)
             yield plan.num_tokens * self._stack.num_layers
         seconds = time.perf_counter() - started
         return PassReport(prepared.seconds, seconds, not_finite, outcomes)
 
-    def _carry_out(self, plan: ReusePlan) -> CarriedOut:
+    def carry_out(self, plan: ReusePlan) -> CarriedOut:
+        """One plan, in one go or two; its KV is moved."""
         given, layers = self.given[plan.request_id], self.state_layers
         is_computed, may_be_chosen = plan.recipe.settled, plan.recipe.candidates
         moved = [it for it in given.segments if not is_computed[it.first - plan.start]]
         open_segments = [it for it in moved if may_be_chosen[it.first - plan.start]]
         fronts = {it: HeldStates() for it in open_segments}
         layers.begin(given.running, given.before)
-        finite = self._go_on(plan, plan.start, moved, fronts)
+        finite = self.go_on(plan, plan.start, moved, fronts)
         if not len(plan.suffix):
             return CarriedOut(finite)
         behind = layers.held(given.running)
@@ -173,11 +175,11 @@ class StatesPrefill(SparsePrefill):
             first = read[0].first
             layers.restore(given.running, fronts[read[0]])
             composed = [it for it in moved if it.first > first and it not in read]
-            finite &= self._go_on(plan, first, composed)
+            finite &= self.go_on(plan, first, composed)
         reused = sum(it.stop - it.first for it in moved if it.first >= first)
         return CarriedOut(finite, read, plan.stop - first - reused)
 
-    def _go_on(
+    def go_on(
         self,
         plan: ReusePlan,
         at: int,
@@ -192,12 +194,12 @@ class StatesPrefill(SparsePrefill):
         """
         running, finite = self.given[plan.request_id].running, True
         for segment in composed:
-            finite &= self._compute(plan, at, segment.first)
+            finite &= self.compute_stretch(plan, at, segment.first)
             if fronts is not None and segment in fronts:
                 fronts[segment] = self.state_layers.held(running)
             self.state_layers.compose(running, self.captures.maps[segment.segment])
             at = segment.stop
-        return self._compute(plan, at, plan.stop) and finite
+        return self.compute_stretch(plan, at, plan.stop) and finite
 
     def _choose(self, plan: ReusePlan, segments: Sequence[Placed]) -> list[Placed] | None:
         """Read the question; which of some segments it has chosen, None: what it has made is not
@@ -209,8 +211,8 @@ class StatesPrefill(SparsePrefill):
         stop, program, question = plan.written_until, plan.recipe.program, None
         if isinstance(program, ReadAgain):
             blocks = upload(plan.block_ids, self._device)
-            question = Question(self._kv, blocks, plan.stop, stop)
-        if not self._compute(plan, plan.stop, stop, question):
+            question = Question(self.kv, blocks, plan.stop, stop)
+        if not self.compute_stretch(plan, plan.stop, stop, question):
             return None
         if not isinstance(program, ReadAgain) or question is None:
             return []
@@ -220,12 +222,17 @@ class StatesPrefill(SparsePrefill):
         found = chosen(question.to(segments), lengths, program.budget, plan.recipe.top_k)
         return [segments[number] for number in found]
 
-    def _compute(
+    def compute_stretch(
         self, plan: ReusePlan, first: int, stop: int, question: Question | None = None
     ) -> bool:
+        """Compute consecutive tokens from the running state; whether that is finite.
+
+        Args:
+            question: what is to know what they look up.
+        """
         finite = True
         self._rows.running = self.given[plan.request_id].running
-        attention = [layer.attention for layer in self._kv]
+        attention = [layer.attention for layer in self.kv]
         for begin in range(first, stop, self._max_tokens):
             end = min(stop, begin + self._max_tokens)
             tokens, table = self._tokens(plan, begin, end)

@@ -47,7 +47,7 @@ def test_start_up_refuses_a_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None
     """What stands behind a segment that is read again is composed behind it."""
     from segreuse_extras.states.prefill import StatesPrefill
 
-    go_on = StatesPrefill._go_on
+    go_on = StatesPrefill.go_on
 
     def composed_first(
         prefill: StatesPrefill, plan: Any, at: int, composed: Any, fronts: Any = None
@@ -61,7 +61,7 @@ def test_start_up_refuses_a_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None
             patch.setattr(prefill.state_layers, "compose", lambda *_: None)
             return go_on(prefill, plan, at, composed)
 
-    monkeypatch.setattr(StatesPrefill, "_go_on", composed_first)
+    monkeypatch.setattr(StatesPrefill, "go_on", composed_first)
     with (
         pytest.raises(RefusedError, match="a state composed behind a segment that was read again"),
         engine(SHAPE),

@@ -87,20 +87,20 @@ def _forgotten(world: World) -> Iterator[None]:
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[Left]:
     """What plans leave, one after the other."""
-    found, carry_out = list[Left](), StatesPrefill._carry_out
+    found, carry_out = list[Left](), StatesPrefill.carry_out
 
     def noted(prefill: StatesPrefill, plan: ReusePlan) -> CarriedOut:
         carried = carry_out(prefill, plan)
         kv = [
             part.tokens(typed_pages(it.attention)[plan.block_ids.tolist()])[: plan.stop].clone()
-            for it in prefill._kv
+            for it in prefill.kv
             for part in (it.layout.keys, it.layout.values)
         ]
         states = prefill.state_layers.held(prefill.given[plan.request_id].running)
         found.append(Left(plan, carried, states, kv))
         return carried
 
-    monkeypatch.setattr(StatesPrefill, "_carry_out", noted)
+    monkeypatch.setattr(StatesPrefill, "carry_out", noted)
     return found
 
 
@@ -273,15 +273,15 @@ def test_what_is_no_number_is_computed_in_full(
     world: World, left: list[Left], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The question has read spoilt KV before, and left it in its slots."""
-    compose = StatesPrefill._go_on
+    compose = StatesPrefill.go_on
 
     def spoilt(prefill: StatesPrefill, plan: ReusePlan, *given: Any) -> bool:
         if plan.recipe.program.chooses:
-            for it in prefill._kv:
+            for it in prefill.kv:
                 typed_pages(it.attention)[int(plan.block_ids[1])] = torch.nan
         return compose(prefill, plan, *given)
 
-    monkeypatch.setattr(StatesPrefill, "_go_on", spoilt)
+    monkeypatch.setattr(StatesPrefill, "go_on", spoilt)
     found = asked(world.running, world.again)
     assert [it.carried.finite for it in left] == [False, True]
     assert found.report["recomputed_tokens"] == sum(LENGTHS)

@@ -50,12 +50,12 @@ class Prompt:
 
     def _donate(self, documents: list[np.ndarray], text: Any) -> None:
         """Read the documents in another order, behind other text; their maps are noted."""
-        parts, orders, self._at, at = [], [], {}, 0
+        parts, orders, self.at, at = [], [], {}, 0
         for number in (C, A, B):
             parts += [text(11), documents[number]]
             first = at + 11
             at = first + LENGTHS[number]
-            self._at[number] = first
+            self.at[number] = first
             orders.append(CaptureOrder(number, REQUEST, first, at))
         tokens = np.concatenate(parts)
         self.toy.run(plan_of(tokens, DONOR, at, Pieces.from_table([])), (), orders)
@@ -66,7 +66,7 @@ class Prompt:
         rows = list[list[int]]()
         for number in numbers:
             first, stop = self.segments[number][1:]
-            source = self._at[number]
+            source = self.at[number]
             while first < stop:
                 length = min(stop - first, BLOCK - source % BLOCK)
                 block = int(DONOR[source // BLOCK])
@@ -172,7 +172,7 @@ def test_the_question_looks_up_by_all_layers_and_queries(monkeypatch: pytest.Mon
     """The budget is one document's; which one, attention alone says: as much as the model itself
     pays where the question is new text of a plan."""
     prompt, asked = Prompt(max_tokens=4), list[list[float]]()
-    to, compute = Question.to, StatesPrefill._compute
+    to, compute = Question.to, StatesPrefill.compute_stretch
 
     def noted(question: Question, segments: Sequence[Placed]) -> list[float]:
         asked.append(to(question, segments))
@@ -187,7 +187,7 @@ def test_the_question_looks_up_by_all_layers_and_queries(monkeypatch: pytest.Mon
             layer.impl.paid.zero_()
         return compute(prefill, plan, first, stop, *more)
 
-    monkeypatch.setattr(StatesPrefill, "_compute", only_of_the_question)
+    monkeypatch.setattr(StatesPrefill, "compute_stretch", only_of_the_question)
     whole = plan_of(prompt.tokens, OWN, len(prompt.tokens), prompt.pieces())
     prompt.toy.run(whole, prompt.segments)
     by_position = sum(layer.impl.paid for layer in prompt.toy.attention)
@@ -238,7 +238,7 @@ def test_a_layer_that_was_not_asked_costs_the_choice(monkeypatch: pytest.MonkeyP
 def test_what_is_no_number_is_computed_in_full_with_the_question() -> None:
     prompt = Prompt()
     for layer in prompt.toy.attention:
-        layer.kv_cache[DONOR[prompt._at[A] // BLOCK] * BLOCK + prompt._at[A] % BLOCK] = torch.nan
+        layer.kv_cache[DONOR[prompt.at[A] // BLOCK] * BLOCK + prompt.at[A] % BLOCK] = torch.nan
     report, states = prompt.toy.run(prompt.reading((B,), LENGTHS[B]), prompt.segments)
     assert report.not_finite == [REQUEST]
     assert report.outcomes[REQUEST].computed == prompt.stop
@@ -266,7 +266,8 @@ def test_maps_are_noted_once_and_not_of_a_question_that_vllm_reads() -> None:
     assert (found.complete, found.failed) == ((7,), ())
     for mine, theirs in zip(prompt.toy.captures.maps[7], expected, strict=True):
         assert torch.equal(mine.added, theirs.added)
-    prompt.toy.prefill._compute(again, prompt.stop, len(prompt.tokens))  # as vLLM's forward does
+    # As vLLM's forward does.
+    prompt.toy.prefill.compute_stretch(again, prompt.stop, len(prompt.tokens))
     found = prompt.toy.captures.take()
     assert found is not None
     assert found.complete == (8,)
