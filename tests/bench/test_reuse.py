@@ -32,6 +32,8 @@ from bench.reuse.decoder import NAME, Decoder
 from bench.reuse.laboratory import Wanted
 from bench.reuse.scene import Asked, Scene, computed_in, in_full
 
+pytestmark = pytest.mark.slow  # of a laboratory, which no user runs
+
 SHAPE = {
     "vocab_size": 4096,
     "hidden_size": 64,

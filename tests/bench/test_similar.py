@@ -8,6 +8,8 @@ import pytest
 
 from bench.suites import similar
 
+pytestmark = pytest.mark.slow  # a suite by itself
+
 
 def test_passages_are_found_among_others_unless_nothing_is_left_of_them() -> None:
     *by_edits, total = similar.measure_retrieval(28)
@@ -29,7 +31,6 @@ def test_values_change_and_words_do_not() -> None:
     assert edited != canonical[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("time_first", [False, True])
 def test_shares_of_a_trace_are_all_of_it(time_first: bool) -> None:
     row = similar.measure_trace(2, time_first, block_size=32)

@@ -77,6 +77,7 @@ def test_turns_have_times_of_their_own_without_long_pauses(trace: Path) -> None:
     assert sent_at([0, 1, 1, 5000, 5001]) == [0, 1, 1, 1 + MOST_WAIT_S, 2 + MOST_WAIT_S]
 
 
+@pytest.mark.slow
 def test_the_estimate_is_of_the_tokens_that_are_sent(trace: Path) -> None:
     prompts = sliced(trace)
     total = sum(len(prompt.tokens) for prompt in prompts)
