@@ -10,6 +10,8 @@ import pytest
 from bench.english import records
 from bench.quality import statistics
 
+pytestmark = pytest.mark.slow  # intervals, over many draws
+
 WORDS = 4
 
 

@@ -15,6 +15,10 @@ from segreuse_tools.commands import estimate as cli
 from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Engine, engine
 from tests.estimate import logs
 
+pytestmark = pytest.mark.slow(
+    "an engine beside the estimate", instead="estimate/test_cli estimate/test_without_engine"
+)
+
 POLICIES = ("focus", "exact")
 BODIES = logs.bodies(48)
 NUM_BLOCKS = 1200
