@@ -227,16 +227,13 @@ def server_of(name: str, bound: bool, eager: bool, part: str = USUAL) -> Server:
         env |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,self,sm"}
     if name == IDLE:
         args += ["--kv-transfer-config", json.dumps(NOTHING)]
-        env["PYTHONPATH"] = os.pathsep.join([str(harness.REPOSITORY), *_python_path()])
+        paths = (str(harness.REPOSITORY), os.environ.get("PYTHONPATH"))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if name == "segreuse":
         return Server(_model(), args, env, command=SEGREUSE_COMMAND, start_timeout_s=_START_S)
     # A name that no plugin has: `Server` takes an empty value for one to be unset.
     env["VLLM_PLUGINS"] = "none"
     return Server(_model(), args, env, command=VLLM_COMMAND, start_timeout_s=_START_S)
-
-
-def _python_path() -> list[str]:
-    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
 
 
 def _two_cores() -> list[int]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_segreuse.plan import BoolArray, Counts, ModelLayers, Program, Recipe, fates_of
+from vllm_segreuse.plan import Counts, ModelLayers, Program, Recipe, fates_of
 from vllm_segreuse.policies import Situation
 
 POLICIES = "focus", "shift"
@@ -91,7 +91,7 @@ def recipe(situation: Situation, segments: Sequence[tuple[int, int]]) -> Recipe 
         twice = int((~reused[open_segments[0][0] : end]).sum())
         if twice + most + len(reused) - end >= int(reused.sum()):
             return None
-    fates = fates_of(~reused, _from(end, reused), reused & ~candidates)
+    fates = fates_of(~reused, np.arange(len(reused)) >= end, reused & ~candidates)
     return Recipe.of(ReadAgain(budget), fates, most)
 
 
@@ -103,12 +103,6 @@ def _budget(situation: Situation, lengths: Sequence[int]) -> tuple[int, int]:
         return budget, budget
     budget, half = round(SHARE * in_all), MOST * int(situation.reused.sum())
     return budget, max(budget, max((it for it in lengths if it <= half), default=0))
-
-
-def _from(first: int, tokens: BoolArray) -> BoolArray:
-    behind = np.zeros_like(tokens)
-    behind[first:] = True
-    return behind
 
 
 def chosen(paid: Sequence[float], lengths: Sequence[int], budget: int, most: int) -> list[int]:

@@ -208,15 +208,11 @@ class StatesPrefill(SparsePrefill):
         It is read also where a plan is computed in full: what a spoilt pass has left in its slots
         would spoil vLLM's forward.
         """
-        stop, program, question = plan.written_until, plan.recipe.program, None
-        if isinstance(program, ReadAgain):
-            blocks = upload(plan.block_ids, self._device)
-            question = Question(self.kv, blocks, plan.stop, stop)
-        if not self.compute_stretch(plan, plan.stop, stop, question):
-            return None
-        if not isinstance(program, ReadAgain) or question is None:
-            return []
-        if not question.is_sound:
+        program, stop = plan.recipe.program, plan.written_until
+        if not isinstance(program, ReadAgain):
+            return [] if self.compute_stretch(plan, plan.stop, stop) else None
+        question = Question(self.kv, upload(plan.block_ids, self._device), plan.stop, stop)
+        if not self.compute_stretch(plan, plan.stop, stop, question) or not question.is_sound:
             return None
         lengths = [it.stop - it.first for it in segments]
         found = chosen(question.to(segments), lengths, program.budget, plan.recipe.top_k)

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 _OWN_NAME = b"segreuse:approximate:"
 _BLOCKS_OF_STATES = 2
-"""Most that a request takes in a step in each group of states: of what a connector supplies, and of
-what is computed behind it."""
+"""Most that a request takes in a step and group: behind what is supplied, and behind the rest."""
 
 
 class Group(Protocol):

@@ -87,8 +87,8 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
     by_layer = [_by_layer(group) for group in groups]
     if states := groups_of_states(kv_cache_config):
         [index] = (i for i in range(len(groups)) if i not in states)
-        _check_sizes(kv_cache_config, groups[index].kv_cache_spec.block_size)
         size = groups[index].kv_cache_spec.block_size
+        _check_sizes(kv_cache_config, size)
         return KvGroup(index, by_layer[index], size, states=states)
     known: tuple[type, ...] = FullAttentionSpec, MLAAttentionSpec
     if len(groups) > 1:
@@ -121,10 +121,8 @@ def groups_of_states(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     attention; else none."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-    kinds = [
-        {type(spec) for spec in _by_layer(group).values()}
-        for group in kv_cache_config.kv_cache_groups
-    ]
+    by_layer = map(_by_layer, kv_cache_config.kv_cache_groups)
+    kinds = [{type(spec) for spec in specs.values()} for specs in by_layer]
     states = tuple(i for i, found in enumerate(kinds) if found == {MambaSpec})
     rest = [found for i, found in enumerate(kinds) if i not in states]
     return states if rest == [{FullAttentionSpec}] else ()

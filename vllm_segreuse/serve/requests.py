@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_segreuse.config import OPENING, SegReuseConfig
 from vllm_segreuse.config.launch import names_connector
 from vllm_segreuse.features import having
-from vllm_segreuse.features.knowledge.naming import PlaceError, check_places, shown
+from vllm_segreuse.features.knowledge.naming import NamedDocument, PlaceError, check_places, shown
 from vllm_segreuse.features.knowledge.origin import Origin, may_name, origin
 from vllm_segreuse.features.knowledge.store import is_entry
 from vllm_segreuse.options.parsing import (
@@ -203,14 +203,16 @@ def check_prompt(
         raise BadOptionError(error) from None
 
 
-def check_named(tokens: Sequence[int], *documents: Any) -> None:
+def check_named(
+    tokens: Sequence[int], documents: Sequence[NamedDocument], at: Sequence[int] = ()
+) -> None:
     """Checks that a tokenised prompt has the documents that its request names (`check_places`).
 
     Raises:
         PromptError: says which one it has not.
     """
     try:
-        check_places(tokens, *documents)
+        check_places(tokens, documents, at)
     except PlaceError as error:
         raise PromptError(str(error)) from None
 
