@@ -9,6 +9,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from segreuse_tools.doctor.diagnosis import Diagnosis, diagnose
+from tests.doctor.conftest import alone  # noqa: F401 - a fixture
 from tests.doctor.test_families import FAMILIES
 from vllm_segreuse.config import SegReuseConfig
 
