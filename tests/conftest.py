@@ -3,6 +3,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,17 @@ def _logging_of_vllm() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _models_of_vllm() -> Iterator[None]:
+    """Commands of a module put the code of models that they loaded into vLLM's registry, in this
+    process; other modules are to find names of models there."""
+    registry = sys.modules.get("vllm.model_executor.models.registry")
+    before = dict(registry.ModelRegistry.models) if registry else {}
+    yield
+    if registry:
+        registry.ModelRegistry.models = before
 
 
 @pytest.hookimpl(optionalhook=True)

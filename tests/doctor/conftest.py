@@ -19,8 +19,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     another process, which takes seconds for each, it does so in this one."""
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    known = type(ModelRegistry.models["LlamaForCausalLM"])
-    monkeypatch.setattr(known, "_load_modelinfo_from_cache", unknown)
+    named = registry._LazyRegisteredModel
+    monkeypatch.setattr(named, "_load_modelinfo_from_cache", unknown)
     before = dict(os.environ)
     forget = registry._try_inspect_model_cls.cache_clear
     forget()
