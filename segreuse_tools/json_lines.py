@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def json_lines(file: Path, error: type[ValueError]) -> Iterator[tuple[str, Any]]:
@@ -33,8 +36,15 @@ def lines_of(file: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]:
 
 
 def parsed(where: str, line: str, error: type[ValueError]) -> Any:
-    """What one line holds; `error` if it is no JSON."""
+    """What one line holds; `error` if it is no JSON, or has a text that no encoding knows."""
     try:
-        return json.loads(line)
+        value = json.loads(line)
+        if _SURROGATE.search(line):  # most are halves of pairs, each of which is one character
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise error(
+            f"{where} holds half of a surrogate pair: its text was cut within a character"
+        ) from None
     except (ValueError, RecursionError) as why:
         raise error(f"{where} is no JSON: {why}") from None
+    return value

@@ -93,7 +93,8 @@ class BodyPrompts:
         keys = given or self._extra_keys
         if isinstance(keys, str):
             keys = (keys,)
-        if not all(isinstance(key, str) and key for key in keys):
+        is_list = isinstance(keys, list | tuple)
+        if not is_list or not all(isinstance(key, str) and key for key in keys):
             raise LogError(f"{where}: {EXTRA_KEYS} must be names, got {given!r}")
         return self._namespaces.setdefault(tuple(keys), len(self._namespaces)) if keys else None
 
@@ -142,8 +143,6 @@ class ChatTokenizer:
 
     def chat(self, where: str, body: Mapping[str, Any]) -> np.ndarray:
         """Tokens of a conversation, int32 `[tokens]`."""
-        from jinja2 import TemplateError
-
         if self._template is None:
             raise LogError(f"{where}: the tokenizer has no chat template, which messages need")
         kwargs = body.get("chat_template_kwargs")
@@ -156,7 +155,7 @@ class ChatTokenizer:
         }
         try:
             text = self._template.render(**variables)
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # templates compute, and raise whatever they trip over
             raise LogError(f"{where}: the chat template refuses it: {error}") from None
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
@@ -222,7 +221,7 @@ def _texts(where: str, messages: Any) -> Iterator[str]:
                 raise LogError(f"{where}: images, audio or video")
             if isinstance(part, str):
                 yield part
-            elif part is not None or message["role"] != "assistant":
+            elif content is not None or message["role"] != "assistant":
                 raise LogError(f"{where}: content must be a text, or a list of parts")
 
 

@@ -56,9 +56,17 @@ def test_blank_lines_count_and_are_no_requests(tmp_path: Path) -> None:
     assert [one.where[-6:] for one in read_log(file)] == ["line 2", "line 4"]
 
 
+def test_a_character_may_be_written_as_a_surrogate_pair(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"prompt": "\\ud83d\\ude00"}')
+    assert [one.body["prompt"] for one in read_log(file)] == ["\U0001f600"]
+
+
 BAD: list[tuple[str, str]] = [
     ("no json", "line 2 is no JSON: "),
     ("[" * 100_000, "line 2 is no JSON: "),
+    ('{"prompt": "\\ud83d"}', "line 2 holds half of a surrogate pair"),
+    ('{"prompt": "a", "user": "\\uDEAD"}', "line 2 holds half of a surrogate pair"),
     ("[]", "line 2 must be the body of a completion"),
     ('{"input": "a"}', "line 2 must be the body of a completion"),
     ('{"prompt": "a", "messages": []}', "line 2 must be the body of a completion"),

@@ -229,6 +229,7 @@ BAD: list[tuple[Any, str]] = [
     (MOONCAKE | {"input_length": 0}, "input_length=0 must be a number of tokens from 1 on"),
     (MOONCAKE | {"input_length": 1 << 31}, "input_length=2147483648 must be a number of tokens"),
     (MOONCAKE | {"output_length": -1}, "output_length=-1 must be a number of tokens from 0 on"),
+    (MOONCAKE | {"session_id": "\ud83d"}, "holds half of a surrogate pair"),
     (MOONCAKE | {"timestamp": True}, "the time True must be a number"),
     (MOONCAKE | {"timestamp": [1]}, "the time [1] must be a number"),
     (MOONCAKE | {"input_length": -3}, "input_length=-3 must be a number of tokens from 1 on"),

@@ -368,6 +368,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"prompt": "a", "max_tokens": -1}, "max_tokens must be at least 1, got -1"),
         ({"prompt": "a", "n": "x"}, "n must be at least 1, got 'x'"),
         ({"prompt": "a", "extra_keys": [7]}, "extra_keys must be names, got [7]"),
+        ({"prompt": "a", "extra_keys": 7}, "extra_keys must be names, got 7"),
+        ({"prompt": "a", "vllm_xargs": {"extra_keys": True}}, "extra_keys must be names, got True"),
+        ({"prompt": "a\ud83d"}, "holds half of a surrogate pair"),
+        ({"prompt": "a", "answer": "\udc00"}, "holds half of a surrogate pair"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "must be a text"),
+        ({"messages": [{"role": "assistant", "content": [None]}]}, "content must be a text"),
         ({"input": "a"}, "must be the body of a completion"),
         ([], "must be the body of a completion"),
     ],
@@ -486,6 +492,8 @@ def test_a_template_that_is_missing_or_refuses_is_named(tmp_path: Path) -> None:
     refusing = "{{ raise_exception('no ' ~ messages[0].role) }}"
     with pytest.raises(LogError, match="here: the chat template refuses it: no user"):
         ChatTokenizer(write_tokenizer(tmp_path / "b", chat_template=refusing)).chat("here", body)
+    with pytest.raises(LogError, match="here: the chat template refuses it: division by zero"):
+        ChatTokenizer(write_tokenizer(tmp_path / "d", chat_template="{{ 1 / 0 }}")).chat("here", body)
     with pytest.raises(InputError, match=r"the chat template of .*c is none"):
         ChatTokenizer(write_tokenizer(tmp_path / "c", chat_template="{% if %}"))
 

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from segreuse_tools.estimate.request_log import LeftOut, LogError
+from segreuse_tools.json_lines import parsed
 
 MOST_LINE_BYTES = 1 << 28
 """A longer line is no request."""
@@ -77,9 +77,13 @@ def _values(file: Path, stream: IO[bytes], left_out: LeftOut) -> Iterator[tuple[
         if not line.strip():
             continue
         try:
-            yield where, json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = parsed(where, line.decode("utf-8-sig"), LogError)
+        except UnicodeDecodeError as error:
             left_out.refuse(where, LogError(f"{where} is no JSON: {error}"))
+        except LogError as error:
+            left_out.refuse(where, error)
+        else:
+            yield where, value
 
 
 def files_of(path: Path) -> list[Path]:
