@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ def number(
 
     parsed.__name__ = kind.__name__  # argparse names it where the text is no number
     return parsed
+
+
+def is_one_of(out: Path | None, inputs: Iterable[Path | None]) -> bool:
+    """Whether writing a file would replace one that the command reads."""
+    if out is None or not os.path.exists(out):
+        return False
+    return any(os.path.samefile(out, it) for it in inputs if it is not None and os.path.exists(it))
 
 
 def add_config(parser: argparse.ArgumentParser, help: str) -> None:

@@ -14,7 +14,7 @@ from segreuse_tools.calibrate import by_policy, by_similarity
 from segreuse_tools.calibrate.search import Found, cheapest, halves, judge
 from segreuse_tools.calibrate.segmented_prompts import PromptFileError
 from segreuse_tools.calibrate.verdict_table import as_yaml, header, name_of, row, table
-from segreuse_tools.command_line import add_config, number
+from segreuse_tools.command_line import add_config, is_one_of, number
 from segreuse_tools.estimate.request_log import LogError
 from segreuse_tools.model_folder import InputError
 from segreuse_tools.terminal import complain
@@ -34,6 +34,9 @@ def main(arguments: Sequence[str]) -> int:
             f"cannot write {given.out}: it must be a file in a folder that exists and that this "
             "user may write",
         )
+        return BAD_INPUT
+    if is_one_of(given.out, [given.prompts]):
+        complain("calibrate", f"--out {given.out} would overwrite the prompts: name another file")
         return BAD_INPUT
     try:
         measure = by_similarity.measure if given.similarity else by_policy.measure

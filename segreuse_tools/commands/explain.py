@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from segreuse_tools.command_line import is_one_of
 from segreuse_tools.terminal import complain, print_all
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ URL = "http://localhost:8000"
 def main(arguments: Sequence[str]) -> int:
     """Run it; returns the exit status: 1 if the server gave no explanation, 2 for bad input."""
     args = _parser().parse_args(arguments)
+    if is_one_of(args.html, [args.request, args.earlier]):
+        complain("explain", f"--html {args.html} would overwrite a request: name another file")
+        return 2
     # Imported here: they are of the extra `kb`, which the help does not need.
     import httpx
     from rich.console import Console

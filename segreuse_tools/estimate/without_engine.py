@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from segreuse_tools.command_line import is_one_of
 from segreuse_tools.estimate.light_options import CACHE_TOKENS, chosen, sizes
 from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.estimate.traces.formats import Format
-from segreuse_tools.estimate.traces.lines import LogLines
+from segreuse_tools.estimate.traces.lines import LogLines, files_of
 from segreuse_tools.model_folder import InputError
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.options.request import AUTO, RECOMMENDED
@@ -58,20 +59,23 @@ def run(given: argparse.Namespace, found: Format | None) -> None:
         LogError: the log cannot be read, or holds nothing that can be replayed.
         InputError, ConfigError: options are wrong.
     """
+    for out in (given.write, given.plot):
+        if is_one_of(out, [*files_of(given.requests), given.config, given.speed]):
+            raise InputError(f"{out} is read, and would be overwritten: name another file")
     config = SegReuseConfig() if given.config is None else SegReuseConfig.from_yaml(given.config)
     setting = _setting(given, config)
     log = _opened(given, found)
     gain = _simulated(given, setting, log)
-    if given.plot is not None:
+    if given.json:
+        print(json.dumps(gain.as_json(), indent=2))
+    else:
+        from segreuse_tools.estimate.gain_text import print_gain
+
+        print_gain(gain)
+    if given.plot is not None:  # last: what has taken long is printed if this fails
         from segreuse_tools.estimate.gain_plot import draw
 
         draw(gain, given.plot)
-    if given.json:
-        print(json.dumps(gain.as_json(), indent=2))
-        return
-    from segreuse_tools.estimate.gain_text import print_gain
-
-    print_gain(gain)
 
 
 def _setting(given: argparse.Namespace, config: SegReuseConfig) -> GainSetting:

@@ -416,6 +416,17 @@ def test_a_file_that_cannot_be_written_is_a_sentence_before_the_engine_starts(
     assert model.asked == []
 
 
+def test_the_prompts_are_not_overwritten(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"segments": ["ab"], "suffix": "a"}\n')
+    assert cli.main(["MODEL", "--prompts", str(prompts), "--out", str(prompts)]) == 2
+    assert f"--out {prompts} would overwrite the prompts" in capsys.readouterr().err
+    assert model.asked == []
+    assert prompts.read_text().startswith("{")
+
+
 def test_a_folder_that_went_away_meanwhile_is_a_sentence(
     model: Model,
     tmp_path: Path,

@@ -117,6 +117,18 @@ def test_what_is_written_gains_what_the_trace_does(tmp_path: Path, run: Any) -> 
     assert (status, sum(lengths)) == (0, json.loads(run(trace, *options)[1])["prompt_tokens"])
 
 
+def test_what_is_read_is_not_overwritten(trace: Path, tmp_path: Path, run: Any) -> None:
+    content, link = trace.read_bytes(), tmp_path / "link.jsonl"
+    link.symlink_to(trace)
+    for option in ("--write", "--plot"):
+        for out in (trace, link):
+            status, found, err = run(trace, option, str(out))
+            assert (status, found) == (2, "")
+            assert f"{out} is read, and would be overwritten: name another file" in err
+    assert run(trace.parent, "--write", str(trace))[0] == 2, "it is one of the folder's files"
+    assert trace.read_bytes() == content
+
+
 def test_conversations_are_written_one_behind_the_other(tmp_path: Path, run: Any) -> None:
     traces = tmp_path / "traces"
     traces.mkdir()
@@ -164,8 +176,9 @@ def test_a_plot_is_written(trace: Path, tmp_path: Path, run: Any) -> None:
     file = tmp_path / "plot.svg"
     assert run(trace, "--plot", str(file), "--policy", "shift")[0] == 0
     assert "<svg" in file.read_text(encoding="utf-8")
-    status, _, err = run(trace, "--plot", str(tmp_path / "no" / "plot.svg"), "--policy", "shift")
+    status, out, err = run(trace, "--plot", str(tmp_path / "no" / "plot.svg"), "--policy", "shift")
     assert (status, "cannot write" in err) == (2, True)
+    assert "RAGPulse: 30 requests" in out, "what was found is said all the same"
     assert pyplot.get_fignums() == [], "a service that draws thousands does not keep them"
 
 

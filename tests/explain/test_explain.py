@@ -364,6 +364,10 @@ def test_a_page_is_written_beside_what_is_printed(
     assert cli.main([str(request_file), *form, "--html", str(tmp_path / "none" / "x.html")]) == 2
     printed = capsys.readouterr()
     assert (printed.out, "cannot write" in printed.err) == (alone, True)
+    body = request_file.read_text()
+    assert cli.main([str(request_file), *form, "--html", str(request_file)]) == 2
+    assert "would overwrite a request" in capsys.readouterr().err
+    assert request_file.read_text() == body
 
 
 EDIT = {"at": 34, "gone_tokens": 40, "new_tokens": 3, "found_tokens": 95}
