@@ -67,6 +67,7 @@ class Coalescing(Feature):
         self._keys: dict[str, _Key] = {}
         # Those that hold the KV of a prompt, or compute it, in the order in which they came.
         self._holders: dict[_Key, dict[str, Request]] = {}
+        self._too_early: dict[str, bool] = {}  # of the last lookup
 
     def admit(self, arriving: Arriving) -> None:
         """Let it take what an equal request has computed."""
@@ -89,12 +90,9 @@ class Coalescing(Feature):
         tracked.method = replace(tracked.method, left_behind=finders)
 
     def waits(self, request: Request, tracked: TrackedRequest | None, num_hit_tokens: int) -> bool:
-        """Whether an equal request is computed just now."""
-        key = self._keys.get(request.request_id)
-        if key is None or request.num_tokens > request.num_prompt_tokens:
-            return False
-        holders = self._live(key)
-        return bool(holders) and not any(map(_is_computed, holders))
+        """Whether it would have taken of an equal request that is computed just now. Nobody is
+        asked for what they take while nothing is reused (`ExactNames`), so nobody waits then."""
+        return self._too_early.pop(request.request_id, False)
 
     def allocated(self, admitted: Admitted) -> None:
         """What holds moved text may be taken; the others hold exact blocks, which vLLM finds."""
@@ -109,6 +107,7 @@ class Coalescing(Feature):
         """Its blocks are not its own any more."""
         self.called_back(ending.request.request_id)
         self._keys.pop(ending.request.request_id, None)
+        self._too_early.pop(ending.request.request_id, None)
 
     def called_back(self, request_id: str) -> None:
         """It loses its blocks."""
@@ -137,9 +136,13 @@ class Coalescing(Feature):
         self, key: _Key, tracked: TrackedRequest, prompt: Prompt, start: int, stop: int
     ) -> LeftBehind:
         """What a request takes of an equal one; see `FindLeftBehind`."""
-        holder = next(filter(_is_computed, self._live(key)), None)
+        holders = self._live(key)
         # Who was preempted has generated tokens, too.
-        if holder is None or stop != holder.num_prompt_tokens - 1:
+        if not holders or stop != holders[0].num_prompt_tokens - 1:
+            return NOTHING_LEFT
+        holder = next(filter(_is_computed, holders), None)
+        self._too_early[tracked.request_id] = holder is None
+        if holder is None:
             return NOTHING_LEFT
         size, depth = self._core.block_size, self._core.requests[holder.request_id].donor_depth
         blocks = self._core.group.of(self._core.manager.get_block_ids(holder.request_id))

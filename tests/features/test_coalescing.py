@@ -208,13 +208,22 @@ def test_who_was_preempted_with_an_answer_computes_that_itself() -> None:
     assert world.taken == 0
 
 
+def test_who_reuses_nothing_any_more_does_not_wait() -> None:
+    world = engine()
+    _, other = first_of(world, others=1)
+    parts_of(world.side).planner.give_up(other.request_id)
+    assert world.begin(other) == 0
+    assert world.taken == 0
+
+
 @pytest.mark.parametrize("switch", [False, "observe"])
 def test_with_the_switch_off_nobody_takes_anything(switch: Any) -> None:
     world = engine()
-    first, other = first_of(world, others=1)
+    first, at_once, later = first_of(world, others=2)
     world.side.set_enabled(switch)
+    assert world.begin(at_once) == 0, "nor waits for what it would not take"
     world.step(first)
-    assert world.begin(other) == 0
+    assert world.begin(later) == 0
     assert world.taken == 0
 
 

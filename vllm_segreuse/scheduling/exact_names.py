@@ -70,14 +70,13 @@ class ExactNames:
         finders, size = tracked.method.left_behind, self._block_size
         if not finders or not self._planner.reuses or tracked.mode is not Use.REUSE:
             return NOTHING_LEFT
+        asked = (find(tracked.prompt, start, stop) for find in finders)
+        least = tracked.method.min_reused_tokens
+        found = next((it for it in asked if it.num_tokens >= least), NOTHING_LEFT)
         next_block = min(stop, start + size)
         if tracked.restores and restorable(tracked.prompt, start, next_block, size).num_tokens:
             return NOTHING_LEFT  # what is exact goes before
-        for find in finders:
-            found = find(tracked.prompt, start, stop)
-            if found.num_tokens >= tracked.method.min_reused_tokens:
-                return found
-        return NOTHING_LEFT
+        return found
 
     def allocation_failed(self, request_id: str, blocks: int) -> None:
         """A request that pins donors would wait for these for ever: it gives up as many next."""
