@@ -20,6 +20,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from segreuse_extras.adapters import is_there
 from segreuse_extras.audit.draw import Draw
 from segreuse_extras.audit.drifting import Drifted, Drifting
 from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording, Reference
@@ -224,6 +225,9 @@ class Audits:
         if not has_room(len(audit.prompt) + generated):
             return None
         self._waiting.popleft()
+        if not is_there(audit.lora_request):
+            self._drop(audit, "failed")
+            return None
         self._number += 1
         audit.reference_id = f"segreuse-audit-{self._number}"
         self._running = audit

@@ -19,8 +19,8 @@ METRICS = (
         "healings_total",
         Counter,
         "Turns that held moved text: all of it was computed in full (healed), a later turn came "
-        "first (overtaken), or too many waited, the cache was reset, or there was no room "
-        "(forgotten).",
+        "first (overtaken), or too many waited, the cache was reset, there was no room, or its "
+        "LoRA adapter is gone (forgotten).",
         {"outcome": get_args(Outcome)},
     ),
 )

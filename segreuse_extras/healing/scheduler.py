@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from segreuse_extras.adapters import is_there
 from segreuse_extras.healing.options import HealingServer
 from segreuse_extras.healing.turns import Turn, Unhealed
 from vllm_segreuse.engine.priorities import LAST_PRIORITY
@@ -109,7 +110,8 @@ class Healing(Feature, OwnRequests):
             self.turns.end("healed")
             return None
         last = min(turn.num_blocks, first + max(1, self._most // size))
-        if not self._core.has_room(last * size + 1):  # with the token that it generates
+        has_room = self._core.has_room(last * size + 1)  # with the token that it generates
+        if not (has_room and is_there(turn.request.lora_request)):
             self.turns.end("forgotten")
             return None
         part = self._request(turn.request, last * size)

@@ -4,9 +4,11 @@
 import logging
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from segreuse_extras.audit import audits as module
 from segreuse_extras.audit.audits import Audit, Audits
@@ -231,6 +233,18 @@ def test_a_reference_without_a_result_has_failed(world: World, kl: float | None)
     assert orders is not None
     assert {"r", reference} <= set(orders.forget)
     assert world.lines[0]["kl"] is None
+
+
+def test_a_reference_whose_adapter_is_gone_does_not_begin(world: World, tmp_path: Path) -> None:
+    """The worker would not find it, and the engine would end."""
+    there = LoRARequest("adapter", 1, str(tmp_path))
+    gone = LoRARequest("adapter", 1, str(tmp_path / "gone"))
+    for name, adapter in (("one", gone), ("two", there)):
+        world.admit(name, lora_request=adapter)
+        world.end(name)
+    assert world.due() is None
+    assert world.outcomes == ["failed"]
+    assert world.due() == "segreuse-audit-1"
 
 
 def test_others_are_no_business_of_the_audit(world: World) -> None:

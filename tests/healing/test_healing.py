@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns that hold moved text are computed in full while the engine is idle."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
 from segreuse_extras.healing import scheduler as healing
@@ -275,6 +277,24 @@ def test_parts_are_requests_of_one_token_that_all_others_go_before() -> None:
         assert params is not None
         assert (params.temperature, params.ignore_eos, params.detokenize) == (0, True, False)
         compute(world, part)
+
+
+def test_a_turn_whose_adapter_is_gone_is_forgotten(tmp_path: Path) -> None:
+    """The worker would not find it, and the engine would end."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    adapter = LoRARequest("adapter", 1, str(folder))
+    world = world_of(heal_tokens=1000)
+    world.run(world.add(DOCUMENT, SHIFT, lora_request=adapter))
+    turn(world, TURN, lora_request=adapter)
+    part = next_part(world)
+    assert part is not None
+    assert part.lora_request is adapter
+    compute(world, part)
+    turn(world, [6, *TURN], lora_request=adapter)
+    folder.rmdir()
+    assert next_part(world) is None
+    assert outcomes(world) == {"healed": 1, "forgotten": 1}
 
 
 @pytest.mark.parametrize("tokens", [len(TURN) - 1, len(TURN), len(TURN) + SIZE - 1])
