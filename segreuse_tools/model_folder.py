@@ -41,12 +41,15 @@ def find_model(model: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     folder = Path(model)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InputError(f"the folder {model} has no config.json")
-        return folder
-    if folder.exists():
-        raise InputError(f"{model} is a file: name the folder that holds config.json")
+    try:
+        if folder.is_dir():
+            if not (folder / "config.json").is_file():
+                raise InputError(f"the folder {model} has no config.json")
+            return folder
+        if folder.exists():
+            raise InputError(f"{model} is a file: name the folder that holds config.json")
+    except OSError as error:  # it may not be looked at
+        raise InputError(f"cannot read {model}: {error.strerror}") from None
     try:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
     except HFValidationError:
@@ -69,7 +72,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"{file} holds a {type(config).__name__}, not an object")

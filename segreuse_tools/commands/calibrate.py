@@ -81,8 +81,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _may_write(out: Path) -> bool:
     """Asked before anything is measured, which takes long."""
-    if out.exists():
-        return out.is_file() and os.access(out, os.W_OK)
+    if os.path.exists(out):
+        return os.path.isfile(out) and os.access(out, os.W_OK)
     return os.access(out.absolute().parent, os.W_OK | os.X_OK)
 
 

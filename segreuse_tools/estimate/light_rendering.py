@@ -125,7 +125,7 @@ class ChatTokenizer:
             raise InputError(f"cannot read {file}: {error}") from None
         config = _json(folder / "tokenizer_config.json")
         self._special = {
-            name: token["content"] if isinstance(token, dict) else token
+            name: token.get("content", "") if isinstance(token, dict) else token
             for name, token in config.items()
             if name.endswith("_token") and isinstance(token, str | dict)
         }
@@ -167,7 +167,10 @@ def _template(folder: Path, config: Mapping[str, Any]) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     file = folder / "chat_template.jinja"
-    text = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    try:
+        text = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file}: {error}") from None
     if isinstance(text, list):
         named = {it.get("name"): it.get("template") for it in text if isinstance(it, dict)}
         text = named.get("default")

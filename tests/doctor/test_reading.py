@@ -84,6 +84,8 @@ def test_what_families_write_is_no_contradiction(changes: dict[str, Any], tmp_pa
     [
         ("{", "is not JSON: Expecting"),
         ("", "is not JSON: Expecting value"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth exceeded"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit (4300 digits)"),
         ("[1]", "holds a list, not an object"),
         ("{}", "names no architecture: `architectures` is None"),
         ('{"architectures": []}', "names no architecture: `architectures` is []"),
@@ -112,6 +114,19 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
     file = folder(tmp_path) / "config.json"
     with pytest.raises(InputError, match="is a file: name the folder that holds"):
         find_model(str(file))
+
+
+def test_a_model_that_may_not_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, **options: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.raises(InputError, match="^cannot read a+: File name too long$"):
+        find_model("a" * 300)
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(InputError, match="^cannot read /secret/model: Permission denied$"):
+        find_model("/secret/model")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing", "no/such/folder", "/no/such", "a b"])

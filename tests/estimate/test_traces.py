@@ -425,6 +425,17 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
         find_format(tmp_path / "folder")
 
 
+def test_a_trace_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.raises(LogError, match="^cannot read a+: File name too long$"):
+        find_format(Path("a" * 300))
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(LogError, match=f"^cannot read {tmp_path}: Permission denied$"):
+        find_format(tmp_path)
+
+
 def test_equal_parts_are_equal_tokens_and_others_share_none() -> None:
     a, b = PromptPart(1, 50), PromptPart(2, 50)
     tokens = tokens_of((a, b, a))

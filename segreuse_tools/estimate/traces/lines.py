@@ -92,9 +92,24 @@ def files_of(path: Path) -> list[Path]:
     Raises:
         LogError: there is none.
     """
-    if not path.is_dir():
-        return [path]
-    found = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
+    try:
+        if not path.is_dir():
+            return [path]
+    except OSError as error:  # it may not be looked at
+        raise LogError(f"cannot read {path}: {error.strerror}") from None
+    found = in_folder(path)
     if not found:
         raise LogError(f"{path} holds no file whose name ends with {', '.join(ENDINGS)}")
     return found
+
+
+def in_folder(folder: Path) -> list[Path]:
+    """Files of a folder that may hold a trace, or what belongs to one, in the order of their names.
+
+    Raises:
+        LogError: it cannot be read.
+    """
+    try:
+        return sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS))
+    except OSError as error:
+        raise LogError(f"cannot read {folder}: {error.strerror}") from None

@@ -20,7 +20,7 @@ from segreuse_tools.estimate.traces.formats import (
     component,
     format_of,
 )
-from segreuse_tools.estimate.traces.lines import ENDINGS, LogLines, files_of
+from segreuse_tools.estimate.traces.lines import LogLines, files_of, in_folder
 from segreuse_tools.estimate.traces.request import TraceRequest
 
 MOST_TRIED = 100
@@ -76,8 +76,7 @@ class Trace:
         files, lengths = files_of(path), {}
         if found is Format.RAGPULSE:
             folder = path if path.is_dir() else path.parent
-            beside = [file for file in folder.iterdir() if file.name.endswith(ENDINGS)]
-            others = [file for file in sorted(beside) if _is_component_file(file)]
+            others = [file for file in in_folder(folder) if _is_component_file(file)]
             lengths = _lengths(others, left_out)
             files = [file for file in files if file not in others]
         self.lines = LogLines(files)
