@@ -239,7 +239,7 @@ def _follow(client: KnowledgeClient, name: str, progress: Progress) -> None:
     task = progress.add_task("computing", total=None)
     for base in client.watch(name, POLL_S):
         counts = base.documents
-        total = counts.warm + counts.cold + counts.warming + counts.failed
+        total = sum(counts.model_dump().values())
         progress.update(task, total=total, completed=total - counts.warming)
 
 

@@ -116,16 +116,14 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
         find_model(str(file))
 
 
-def test_a_model_that_may_not_be_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: Path, **options: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    with pytest.raises(InputError, match="^cannot read a+: File name too long$"):
+    with pytest.raises(InputError, match=r"^cannot read a+: File name too long$"):
         find_model("a" * 300)
     monkeypatch.setattr(Path, "stat", refused)
-    with pytest.raises(InputError, match="^cannot read /secret/model: Permission denied$"):
+    with pytest.raises(InputError, match=r"^cannot read /secret/model: Permission denied$"):
         find_model("/secret/model")
 
 

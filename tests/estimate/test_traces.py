@@ -429,7 +429,7 @@ def test_a_trace_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.M
     def refused(self: Path) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    with pytest.raises(LogError, match="^cannot read a+: File name too long$"):
+    with pytest.raises(LogError, match=r"^cannot read a+: File name too long$"):
         find_format(Path("a" * 300))
     monkeypatch.setattr(Path, "iterdir", refused)
     with pytest.raises(LogError, match=f"^cannot read {tmp_path}: Permission denied$"):

@@ -506,7 +506,9 @@ def test_a_template_that_is_missing_or_refuses_is_named(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="here: the chat template refuses it: no user"):
         ChatTokenizer(write_tokenizer(tmp_path / "b", chat_template=refusing)).chat("here", body)
     with pytest.raises(LogError, match="here: the chat template refuses it: division by zero"):
-        ChatTokenizer(write_tokenizer(tmp_path / "d", chat_template="{{ 1 / 0 }}")).chat("here", body)
+        ChatTokenizer(write_tokenizer(tmp_path / "d", chat_template="{{ 1 / 0 }}")).chat(
+            "here", body
+        )
     (tmp_path / "d" / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"cannot read .*chat_template\.jinja: 'utf-8' codec"):
         ChatTokenizer(tmp_path / "d")
