@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_segreuse.compat.engine_core import (
     CHANGING,
     _collective_rpc,
+    _handle_shutdown,
     segreuse_set_enabled,
     segreuse_status,
 )
@@ -45,6 +47,28 @@ def test_switch() -> None:
 def test_engine_without_our_connector_says_so(connector: Any) -> None:
     with pytest.raises(RuntimeError, match="does not run segment reuse"):
         segreuse_status(core(connector))
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_an_engine_that_is_told_to_end_does_nothing_more_for_nobody(is_running: bool) -> None:
+    """It would go on until that is done."""
+    happened: list[Any] = []
+    side = SimpleNamespace(resetting=lambda: happened.append("given up") or ["part"])
+    scheduler = SimpleNamespace(
+        connector=SimpleNamespace(scheduler_side=side),
+        finish_requests=lambda *given: happened.append(given),
+    )
+    engine = SimpleNamespace(is_running=lambda: is_running, scheduler=scheduler)
+    ends = _handle_shutdown(lambda self: happened.append("asked") or True)
+    assert ends(engine) is True
+    given_up = ["given up", (["part"], RequestStatus.FINISHED_ABORTED)]
+    assert happened == [*given_up * (not is_running), "asked"]
+
+
+def test_another_connectors_engine_ends_as_vllm_ends_it() -> None:
+    scheduler = SimpleNamespace(connector=None)
+    engine = SimpleNamespace(is_running=lambda: False, scheduler=scheduler)
+    assert _handle_shutdown(lambda self: False)(engine) is False
 
 
 class Ranks:

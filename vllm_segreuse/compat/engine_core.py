@@ -7,10 +7,12 @@
 - `collective_rpc` is also the way by which weights are replaced, and vLLM leaves it to the caller
   to reset the prefix cache. Here a call that has changed weights resets it. If requests hold blocks
   just then, vLLM goes on with them, and the scheduler's half is told: it reuses nothing of before.
+- An engine that is told to end goes on while its connector has work. Ours gives up what it would do
+  in idle time, which may take minutes: vLLM kills the engine before that.
 
 Obsolete when methods of the scheduler's connector can be called from the API server, and vLLM tells
-connectors that weights have changed. None filed that we know of; endpoint plugins
-(vllm-project/vllm#46565) leave the engine's side to patches.
+connectors that weights have changed, and that the engine is to end. None filed that we know of;
+endpoint plugins (vllm-project/vllm#46565) leave the engine's side to patches.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_segreuse.compat.patching import add_method, wrap
-from vllm_segreuse.compat.scheduler import scheduler_side
+from vllm_segreuse.compat.scheduler import abort_own, scheduler_side
 
 CHANGING = (
     *("reload_weights", "start_weight_update", "start_draft_weight_update", "update_weights"),
@@ -39,12 +41,22 @@ def install(digest: Digest) -> None:
     Args:
         digest: called in the workers.
     """
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     add_method(EngineCore, "segreuse_set_enabled", segreuse_set_enabled)
     add_method(EngineCore, "segreuse_status", segreuse_status)
     add_method(EngineCore, "segreuse_call", segreuse_call)
     wrap(EngineCore, "collective_rpc", _collective_rpc, digest)
+    wrap(EngineCoreProc, "_handle_shutdown", _handle_shutdown)
+
+
+def _handle_shutdown(original: Callable[..., bool]) -> Callable[..., bool]:
+    def handle_shutdown(self: Any) -> bool:
+        if not self.is_running():
+            abort_own(self.scheduler)
+        return original(self)
+
+    return handle_shutdown
 
 
 def _collective_rpc(original: Callable[..., Any], digest: Digest) -> Callable[..., Any]:

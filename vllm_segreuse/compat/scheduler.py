@@ -122,9 +122,7 @@ def _reset_prefix_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     def reset_prefix_cache(
         self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        side = scheduler_side(self.connector)
-        if side is not None:
-            _abort(self, side.resetting())
+        side = abort_own(self)
         if reset_running_requests and side is not None and not _is_in_vain(self, side):
             _call_back(self, side)
         return original(self, reset_running_requests, *args, **kwargs)
@@ -148,11 +146,14 @@ def _is_in_vain(scheduler: Any, side: Any) -> bool:
     )
 
 
-def _abort(scheduler: Any, request_ids: list[str]) -> None:
+def abort_own(scheduler: Any) -> Any:
+    """Abort requests of our own that nobody waits for; returns the scheduler's half."""
     from vllm.v1.request import RequestStatus
 
-    if request_ids:
-        scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+    side = scheduler_side(scheduler.connector)
+    if side is not None and (own := side.resetting()):
+        scheduler.finish_requests(own, RequestStatus.FINISHED_ABORTED)
+    return side
 
 
 def _call_back(scheduler: Any, side: Any) -> None:

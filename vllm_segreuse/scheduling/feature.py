@@ -257,7 +257,8 @@ class OwnRequests:
         return ()
 
     def to_abort(self) -> Iterable[str]:
-        """The prefix cache is about to be reset: own requests that would hold blocks."""
+        """The prefix cache is about to be reset, or the engine to end: own requests that would hold
+        blocks, and that nobody waits for."""
         return ()
 
 

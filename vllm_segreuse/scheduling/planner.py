@@ -28,20 +28,12 @@ from vllm_segreuse.cache.exact import end_without_hole, restorable
 from vllm_segreuse.cache.matcher import NOTHING, Matches
 from vllm_segreuse.cache.second_tier import NoTier, SecondTier, by_tier, on_rows
 from vllm_segreuse.compat.block_events import PrefixState
-from vllm_segreuse.plan import (
-    Program,
-    ReusePlan,
-)
+from vllm_segreuse.plan import Program, ReusePlan
 from vllm_segreuse.scheduling.budget import StepBudget
 from vllm_segreuse.scheduling.fitting import kept_without
 from vllm_segreuse.scheduling.health import Health
 from vllm_segreuse.scheduling.plan_maker import FoundPieces, PlanMaker
-from vllm_segreuse.scheduling.tracked import (
-    Bypass,
-    Report,
-    TrackedRequest,
-    Use,
-)
+from vllm_segreuse.scheduling.tracked import Bypass, Report, TrackedRequest, Use
 
 
 class BlockPins(Protocol):

@@ -7,13 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from vllm_segreuse.engine.metrics import Counted
-from vllm_segreuse.plan import (
-    AcceptanceOutcome,
-    Check,
-    ModelLayers,
-    PlanOutcome,
-    ReusePlan,
-)
+from vllm_segreuse.plan import AcceptanceOutcome, Check, ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.scheduling.tracked import Report, TrackedRequest
 
 if TYPE_CHECKING:

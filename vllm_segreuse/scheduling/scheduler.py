@@ -265,7 +265,7 @@ class SchedulerSide:
         return self._asked(lambda it: it.to_fail())
 
     def resetting(self) -> list[str]:
-        """The prefix cache is about to be reset: requests that have to be aborted."""
+        """The prefix cache is about to be reset, or the engine to end: requests to be aborted."""
         return self._asked(lambda it: it.to_abort())
 
     def _asked(self, ask: Callable[[OwnRequests], Iterable[Any]]) -> list[Any]:
