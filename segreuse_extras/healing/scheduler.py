@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
 from segreuse_extras.adapters import is_there
 from segreuse_extras.healing.options import HealingServer
@@ -64,7 +65,7 @@ class Healing(Feature, OwnRequests):
             self._ended(ending.is_complete)
             return
         self._needed_s = self._clock()
-        if tracked is None or not ending.is_complete or tracked.donor_depth < 0:
+        if tracked is None or tracked.donor_depth < 0 or not _is_answered(ending):
             return
         if tracked.is_required or tracked.names_documents:
             return  # what they hold is not what vLLM computes of their tokens
@@ -151,6 +152,14 @@ class Healing(Feature, OwnRequests):
             priority=LAST_PRIORITY,
             block_hasher=of._block_hasher,
         )
+
+
+def _is_answered(ending: Ending) -> bool:
+    """Whether somebody may go on with the answer. One that ends at a stop string is aborted by
+    vLLM's API server, which is the only one that looks for these."""
+    params = ending.request.sampling_params
+    was_aborted = ending.request.status == RequestStatus.FINISHED_ABORTED
+    return ending.is_complete or bool(was_aborted and params is not None and params.stop)
 
 
 def start(making: Making) -> Healing | None:

@@ -195,6 +195,15 @@ def test_who_was_not_answered_does_not_go_on(status: Any) -> None:
     assert next_part(world) is None
 
 
+def test_an_answer_that_ends_at_a_stop_string_goes_on() -> None:
+    """vLLM's API server finds it, and aborts the request."""
+    world = world_of()
+    request = world.add(TURN, SHIFT, sampling={"stop": ["."], "detokenize": True})
+    world.run(request)
+    end(world, request, RequestStatus.FINISHED_ABORTED)
+    assert next_part(world) is not None
+
+
 def test_a_turn_that_goes_on_is_left_to_the_next() -> None:
     world = world_of()
     turn(world, TURN)
