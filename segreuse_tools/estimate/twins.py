@@ -46,14 +46,17 @@ class Arm:
 
     @cached_property
     def options(self) -> SegReuseConfig:
-        """The server's, with this policy; switched on, and without what reads or writes its files:
-        audits, the second tier, and the file of its knowledge bases."""
+        """The server's, with this policy; switched on, and without what reads or writes its files
+        (audits, the second tier, the file of its knowledge bases), and what an idle engine or
+        another one does."""
         changed = {
             "policy": self.policy or self.config.policy,
             "enabled": True,
             "audit": AuditOptions(),
             "tier": None,
             "knowledge_path": None,
+            "heal_tokens": 0,
+            "beside": None,
         }
         return self.config.model_copy(update=changed)
 

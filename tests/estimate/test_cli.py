@@ -372,6 +372,20 @@ def test_no_file_of_the_server_is_opened(run: Any, rows: Any, tmp_path: Path) ->
     assert "The second tier is not replayed: what is evicted counts as lost.\n" in out
 
 
+def test_a_replay_has_neither_idle_time_nor_another_engine(rows: Any, tmp_path: Path) -> None:
+    """An idle server computes turns in full, by requests that are none of the log's; and a prefill
+    engine has a role that the replay has not."""
+    file = tmp_path / "reuse.yaml"
+    options = (*KEYS, "--policy", "shift", "--num-blocks", "120", "--config", str(file))
+    known: dict[str, Any] = {"max_provenance_depth": 3}
+    file.write_text(json.dumps(known))
+    _, without = rows(logs.bodies(8), *options)
+    known |= {"heal_tokens": 64, "heal_after_s": 0, "beside": {"kv_connector": "NixlConnector"}}
+    file.write_text(json.dumps(known))
+    _, found = rows(logs.bodies(8), *options)
+    assert found == without
+
+
 def test_answers_to_one_prompt_and_prompts_of_one_body_count(rows: Any) -> None:
     found, _ = rows([BODY | {"n": 3}, BODY | {"prompt": ["Who?", "When?"]}])
     assert found["requests"] == 5
