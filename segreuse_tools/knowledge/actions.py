@@ -256,7 +256,9 @@ def _message(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     value = repr(first["input"])
     shown = value if len(value) <= 80 else f"{value[:77]}..."
-    return f"{where or 'the name'}: {first['msg'].removeprefix('Value error, ')} (it is {shown})"
+    return (
+        f"{where or 'the name or id'}: {first['msg'].removeprefix('Value error, ')} (it is {shown})"
+    )
 
 
 def _is_confirmed(question: str) -> bool:

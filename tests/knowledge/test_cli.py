@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 import vllm_segreuse
 from segreuse_tools.cli import main
@@ -20,7 +21,11 @@ from segreuse_tools.commands import kb
 from segreuse_tools.knowledge import TOKEN_ENV, URL_ENV, actions, extract, status_tables
 from segreuse_tools.knowledge.client import KnowledgeClient
 from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.features.knowledge.schemas import NewDocument
+from vllm_segreuse.features.knowledge.schemas import (
+    DocumentCounts,
+    KnowledgeBaseStatus,
+    NewDocument,
+)
 
 
 class Result(NamedTuple):
@@ -297,7 +302,7 @@ def test_stats_are_one_table_or_one_object(run: Run, docs: Path) -> None:
         (["ls", "--url", "http://127.0.0.1:9"], 3, "cannot be reached"),
         (["ls", "--url", "localhost:8000"], 2, "must begin with http"),
         (["create", "a b"], 2, "must be 1 to 128 letters"),
-        (["rm", "py", ".."], 2, "must have no"),
+        (["rm", "py", ".."], 2, "the name or id: must have no"),
         (["rm", "py"], 2, "needs --yes"),
         (["lss"], 2, "invalid choice: 'lss'"),
         (["add", "py", "x.md", "--keep", "nan"], 2, "nan is not between 0 and 1"),
@@ -315,6 +320,28 @@ def test_what_goes_wrong_is_said_in_one_sentence(
     assert complaint in result.stderr
     assert "Traceback" not in result.output
     assert result.stdout == ""
+
+
+def test_what_the_second_tier_holds_counts_in_the_progress(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Recording(Progress):
+        def update(self, task_id: Any, **fields: Any) -> None:
+            seen.append(fields)
+
+    base_of = KnowledgeClient.base
+
+    def base(self: KnowledgeClient, name: str) -> KnowledgeBaseStatus:
+        counts = DocumentCounts(warm=1, stored=2, cold=1)
+        return base_of(self, name).model_copy(update={"documents": counts})
+
+    run("create", "py")
+    monkeypatch.setattr(actions, "Progress", Recording)
+    monkeypatch.setattr(KnowledgeClient, "base", base)
+    assert run("warm", "py").exit_code == 0
+    assert seen == [{"total": 4, "completed": 4}]
 
 
 def test_nothing_is_read_before_the_base_is_there(run: Run, docs: Path) -> None:
