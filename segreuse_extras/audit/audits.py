@@ -20,13 +20,13 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from segreuse_extras.adapters import is_there
 from segreuse_extras.audit.draw import Draw
 from segreuse_extras.audit.drifting import Drifted, Drifting
 from segreuse_extras.audit.messages import AuditOrders, AuditResult, Recording, Reference
 from segreuse_extras.audit.metrics import AuditOutcome
 from segreuse_extras.audit.options import FALLBACK, AuditOptions
 from vllm_segreuse.engine.metrics import Counted
+from vllm_segreuse.scheduling.arrival import has_adapter
 
 logger = init_logger("vllm.segreuse")
 
@@ -225,7 +225,7 @@ class Audits:
         if not has_room(len(audit.prompt) + generated):
             return None
         self._waiting.popleft()
-        if not is_there(audit.lora_request):
+        if not has_adapter(audit):
             self._drop(audit, "failed")
             return None
         self._number += 1

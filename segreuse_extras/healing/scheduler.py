@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from segreuse_extras.adapters import is_there
 from segreuse_extras.healing.options import HealingServer
 from segreuse_extras.healing.turns import Turn, Unhealed
 from vllm_segreuse.engine.priorities import LAST_PRIORITY
+from vllm_segreuse.scheduling.arrival import has_adapter
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Ending, Feature, OwnRequests
 from vllm_segreuse.scheduling.making import Making
@@ -112,7 +112,7 @@ class Healing(Feature, OwnRequests):
             return None
         last = min(turn.num_blocks, first + max(1, self._most // size))
         has_room = self._core.has_room(last * size + 1)  # with the token that it generates
-        if not (has_room and is_there(turn.request.lora_request)):
+        if not (has_room and has_adapter(turn.request)):
             self.turns.end("forgotten")
             return None
         part = self._request(turn.request, last * size)

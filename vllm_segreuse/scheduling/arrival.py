@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -70,6 +71,14 @@ def namespace_with(
 def lora_id_of(request: Request) -> int:
     """vLLM's number of the request's LoRA adapter; 0: none."""
     return request.lora_request.lora_int_id if request.lora_request else 0
+
+
+def has_adapter(request: Any) -> bool:
+    """Whether the folder of a request's LoRA adapter is there, if it has one; a name that a hub may
+    know counts as there. Once the request has ended, it may be gone: whoever sends another one with
+    it then ends the engine."""
+    path = os.path.expanduser(request.lora_request.lora_path) if request.lora_request else ""
+    return not os.path.isabs(path) or os.path.exists(path)
 
 
 def all_tokens(request: Request) -> IntArray:

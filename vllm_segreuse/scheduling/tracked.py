@@ -13,14 +13,7 @@ from vllm_segreuse.cache.contexts import known_until
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
-from vllm_segreuse.plan import (
-    TO_THE_END,
-    BoolArray,
-    Pieces,
-    Recipe,
-    ReusePlan,
-    Segments,
-)
+from vllm_segreuse.plan import TO_THE_END, BoolArray, Pieces, Recipe, ReusePlan, Segments
 
 _ALWAYS = (
     *("prefix_tokens", "reused_tokens", "recomputed_tokens", "new_tokens"),
