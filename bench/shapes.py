@@ -130,6 +130,54 @@ def _vision(model_type: str, why: str, mrope_section: list[int], **vision: Any) 
     return Shape(model_type, config, why, {"limit_mm_per_prompt": {"image": 1, "video": 0}})
 
 
+_DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+_FEW_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+_HYBRID = {
+    "block_size": 128,
+    "enable_prefix_caching": True,
+    "disable_hybrid_kv_cache_manager": False,
+}
+_QWEN3_5 = (
+    _TINY
+    | _DELTA_RULE
+    | {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "mamba_ssm_dtype": "float32",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }
+)
+"""Also models of text alone keep the sections of M-RoPE, which vLLM takes away then."""
+
+
+def _with_states_and_images(model_type: str, why: str, **text: Any) -> Shape:
+    """A model of the Qwen3.5 kind as it is published."""
+    shape = _vision(
+        model_type,
+        why,
+        [2, 1, 1],
+        num_position_embeddings=64,
+    )
+    config = shape.config | {"text_config": _QWEN3_5 | _NO_SPECIAL_TOKENS | text}
+    return replace(shape, config=config, arguments=shape.arguments | _HYBRID)
+
+
 SUPPORTED: dict[str, Shape] = {
     "llama": _tiny("llama", "dense, GQA, plain RoPE"),
     "llama_hd64": _tiny("llama", "wider heads", hidden_size=256, head_dim=64),
@@ -437,27 +485,22 @@ STATES: dict[str, Shape] = {
     "qwen3_next": Shape(
         "qwen3_next",
         _TINY
-        | {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
-        "three layers of four hand a state on (gated delta rule)",
-        arguments={
-            "block_size": 128,
-            "enable_prefix_caching": True,
-            "disable_hybrid_kv_cache_manager": False,
-        },
-    )
+        | _DELTA_RULE
+        | _FEW_EXPERTS
+        | {"full_attention_interval": 4, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        "three layers of four hand a state on (gated delta rule), experts",
+        arguments=_HYBRID,
+    ),
+    "qwen3_5_text": Shape(
+        "qwen3_5_text",
+        _QWEN3_5,
+        "the same, with projections of another layout; no experts",
+        arguments=_HYBRID,
+    ),
+    "qwen3_5": _with_states_and_images("qwen3_5", "the same, with images and interleaved M-RoPE"),
+    "qwen3_5_moe": _with_states_and_images(
+        "qwen3_5_moe", "the same, with images, interleaved M-RoPE and experts", **_FEW_EXPERTS
+    ),
 }
 """Shapes whose states are composed, by vLLM's hybrid KV cache manager only."""
 
@@ -658,7 +701,8 @@ def _write_processors(directory: Path, shape: Shape) -> None:
         "merge_size": vision["spatial_merge_size"],
         "size": {"shortest_edge": 56 * 56, "longest_edge": 224 * 224},
     }
-    video = "Qwen3VLVideoProcessor" if shape.model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    of_qwen3 = shape.model_type.startswith("qwen3")
+    video = "Qwen3VLVideoProcessor" if of_qwen3 else "Qwen2VLVideoProcessor"
     image = common | {"image_processor_type": "Qwen2VLImageProcessor"}
     (directory / "preprocessor_config.json").write_text(json.dumps(image))
     video_processor = common | {"video_processor_type": video}

@@ -204,6 +204,19 @@ def test_a_model_is_known_by_its_own_configuration_or_by_what_its_file_says(llam
     assert text_reasons("Other", SimpleNamespace(layer_types=["full_attention"])) == ()
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_states_are_no_reason_where_they_are_to_be_composed_and_can_be(
+    asked: bool, llama: Any
+) -> None:
+    """Also of a model of which vLLM makes no engine's configuration."""
+    rule = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 64}
+    other = {"layer_types": ["mamba", "full_attention"]}
+    for text, is_refused in ((rule, not asked), (other, True)):
+        known = config(llama, {"is_hybrid": True}, text=text).model_config
+        assert bool(model_reasons(known, asked)) == is_refused
+        assert bool(text_reasons("Other", SimpleNamespace(**text), asked)) == is_refused
+
+
 def test_all_reasons_are_known_and_the_first_is_told(llama: Any) -> None:
     given = config(llama, {"is_encoder_decoder": True}, parallel={"enable_eplb": True})
     with pytest.raises(RefusedError, match="encoder-decoder") as refused:

@@ -54,10 +54,6 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"{_BY} are proven on CPUs only{WITHOUT}",
         ),
         (
-            model.is_multimodal_model,
-            f"{_BY} are not proven for a model that takes images{WITHOUT}",
-        ),
-        (
             not model.enforce_eager,
             f"{_BY} are not proven for a compiled model; add --enforce-eager",
         ),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vllm_segreuse.model.modules import UnsupportedModelError
+from vllm_segreuse.model.positions import position_rows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +31,8 @@ class StateStack:
         num_layers: of the model, also those that hand a state on.
 
     Raises:
-        UnsupportedModelError: its decoder layers are not to be found.
+        UnsupportedModelError: its decoder layers are not to be found, or it numbers the tokens of a
+            text otherwise than one by one.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class StateStack:
         block_size: int,
     ) -> None:
         self._model = model
+        self._position_rows = position_rows(model, vllm_config.model_config)
         self.block_size = block_size
         self.num_layers = int(vllm_config.model_config.get_total_num_hidden_layers())
         wanted = {id(layer) for layer in attention.values()}
@@ -59,6 +62,8 @@ class StateStack:
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's own, on consecutive tokens; what leaves its last layer and norm."""
+        if self._position_rows is not None:
+            positions = positions.expand(self._position_rows, -1)
         hidden = self._model(
             input_ids=token_ids.to(torch.int32, copy=True), positions=positions.clone()
         )

@@ -82,7 +82,7 @@ def look(args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
         found.by_vllm = (_of_vllm(error, config),)
         if found.vllm_config is None:  # else segment reuse has seen it, and has not refused it
             has_code = not isinstance(error, ImportError)
-            found.reasons = _known_reasons(args if has_code else None, config)
+            found.reasons = _known_reasons(args, has_code, config)
     return found
 
 
@@ -117,18 +117,20 @@ def _check_code(config: dict[str, Any]) -> None:
     load_code(config["architectures"])
 
 
-def _known_reasons(args: EngineArgs | None, config: dict[str, Any]) -> tuple[str, ...]:
+def _known_reasons(args: EngineArgs, has_code: bool, config: dict[str, Any]) -> tuple[str, ...]:
     """Why segment reuse refuses a model of which vLLM makes no engine's configuration here.
 
     Args:
-        args: of the engine; None: vLLM cannot load the model's code either.
-        config: what is left then.
+        args: of the engine.
+        has_code: whether vLLM can load the model's code.
+        config: what is left if it cannot.
     """
-    if args is not None:
+    asked = args.disable_hybrid_kv_cache_manager is False
+    if has_code:
         with suppress(Exception):  # of vLLM, whose refusal is known
-            return model_reasons(args.create_model_config())
+            return model_reasons(args.create_model_config(), asked)
     text = SimpleNamespace(**text_part(config))
-    return text_reasons(", ".join(config["architectures"]), text)
+    return text_reasons(", ".join(config["architectures"]), text, asked)
 
 
 def _prepared(args: EngineArgs, folder: str, options: SegReuseConfig) -> EngineArgs:

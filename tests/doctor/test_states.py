@@ -9,7 +9,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from segreuse_tools.doctor.diagnosis import Diagnosis, diagnose
-from tests.doctor.test_families import FAMILIES
+from tests.doctor.test_families import FAMILIES, WITHOUT_TORCHVISION
 from vllm_segreuse.config import SegReuseConfig
 
 ASKED: dict[str, Any] = {"disable_hybrid_kv_cache_manager": False, "enforce_eager": True}
@@ -44,3 +44,16 @@ def test_else_it_says_what_is_missing(
     said = found(tmp_path, "qwen3-next-80b-a3b", arguments, policy)
     assert not said.works
     assert any(way_out in reason for reason in said.reasons)
+
+
+@WITHOUT_TORCHVISION
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "qwen3.6-like"])
+def test_where_the_code_for_images_is_not_there_that_alone_is_missing(
+    name: str, tmp_path: Path
+) -> None:
+    said = found(tmp_path, name, ASKED, "auto")
+    assert said.reasons == (
+        f"vLLM cannot load {said.architectures[0]} here: No module named 'torchvision'; install it",
+    )
+    [refused, _] = found(tmp_path, name, {}, "auto").reasons
+    assert "--no-disable-hybrid-kv-cache-manager has states of such layers composed" in refused

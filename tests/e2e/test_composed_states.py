@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.parts import parts_of
 
 pytestmark = pytest.mark.patches("gdn_attention")
 
-SHAPE = "qwen3_next"
+SHAPE = os.environ.get("SEGREUSE_TEST_STATES", "qwen3_next")
+"""Others are tested in processes of their own (`test_qwen3_5_states`)."""
 SHIFT: dict[str, Any] = {"policy": "shift"}
 NOISE = 0.4
 """Of log-probabilities. Where this model's own forward reads the same prompt in chunks that end

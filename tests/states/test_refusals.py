@@ -40,9 +40,13 @@ def options(**changes: Any) -> SegReuseConfig:
     return SegReuseConfig.from_options({"policy": "shift"} | changes)
 
 
-def test_models_of_the_delta_rule_start_where_it_was_asked_for(llama: Any) -> None:
-    check_config(engine(llama))
-    check(engine(llama), options())
+@pytest.mark.parametrize("takes_images", [False, True])
+def test_models_of_the_delta_rule_start_where_it_was_asked_for(
+    takes_images: bool, llama: Any
+) -> None:
+    asked = engine(llama, model={"is_multimodal_model": takes_images, "uses_mrope": takes_images})
+    check_config(asked)
+    check(asked, options())
 
 
 @pytest.mark.parametrize("disabled", [None, True])
@@ -70,7 +74,6 @@ def test_other_layers_are_refused_also_with_it(text: dict[str, Any], llama: Any)
 
 
 ENGINES = [
-    ({"model": {"is_multimodal_model": True}}, "takes images; serve this model without --segreuse"),
     ({"model": {"enforce_eager": False}}, "for a compiled model; add --enforce-eager"),
     ({"cache": {"enable_prefix_caching": False}}, "add --enable-prefix-caching"),
     ({"cache": {"mamba_cache_mode": "all"}}, "it is all; remove --mamba-cache-mode"),

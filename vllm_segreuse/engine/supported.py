@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 WITHOUT = "; serve this model without --segreuse"
-
 """Ends a refusal that only another model, or another configuration of it, gets around."""
 
 _STATES_IN_PLACE_OF_KV = (
@@ -95,9 +94,8 @@ def _of_model(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
 def composes_states(vllm_config: VllmConfig) -> bool:
     """Whether states of a model's layers are to be composed: it was asked for, by vLLM's hybrid KV
     cache manager, and they can be."""
-    if not has_delta_rule(vllm_config.model_config.hf_text_config):
-        return False
-    return vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
+    can = has_delta_rule(vllm_config.model_config.hf_text_config)
+    return can and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
 
 
 def has_delta_rule(text: object) -> bool:
@@ -110,28 +108,33 @@ def has_delta_rule(text: object) -> bool:
     return known and "linear_attention" in kinds
 
 
-def _of_states(name: str, text: object) -> str:
-    return f"{name} {_STATES_IN_PLACE_OF_KV}{_COMPOSED if has_delta_rule(text) else WITHOUT}"
+def _states_fault(name: str, text: object, there: bool, asked: bool) -> tuple[bool, str]:
+    can = has_delta_rule(text)
+    return there and not (asked and can), (
+        f"{name} {_STATES_IN_PLACE_OF_KV}{_COMPOSED if can else WITHOUT}"
+    )
 
 
-def model_reasons(model_config: ModelConfig) -> tuple[str, ...]:
+def model_reasons(model_config: ModelConfig, asked: bool = False) -> tuple[str, ...]:
     """Why a model is refused, by its own configuration alone; nothing if it is not known to be.
 
     Args:
         model_config: of an engine whose whole configuration vLLM may refuse to make.
+        asked: whether states are to be composed where they can be.
     """
-    faults = _model_faults(model_config)
+    faults = _model_faults(model_config, asked)
     return tuple(why for wrong, why in faults if wrong)
 
 
-def text_reasons(name: str, text: object) -> tuple[str, ...]:
+def text_reasons(name: str, text: object, asked: bool = False) -> tuple[str, ...]:
     """The same by what `config.json` says of the layers for text.
 
     Args:
         name: of the architecture.
         text: has the configuration's keys as attributes.
+        asked: as above.
     """
-    states = _has_layers(text, _STATES), _of_states(name, text)
+    states = _states_fault(name, text, _has_layers(text, _STATES), asked)
     return tuple(why for wrong, why in (*_layer_faults(name, text), states) if wrong)
 
 
@@ -165,22 +168,15 @@ def _has_layers(text: object, kinds: Sequence[str]) -> bool:
     return any(kind in kinds for each in named if isinstance(each, list | tuple) for kind in each)
 
 
-def _model_faults(model: ModelConfig, composed: bool = False) -> list[tuple[bool, str]]:
-    """Kinds of layers and of models; the more special reasons come first.
-
-    Args:
-        composed: whether states of its layers are.
-    """
+def _model_faults(model: ModelConfig, asked: bool) -> list[tuple[bool, str]]:
+    """Kinds of layers and of models; the more special reasons come first."""
     name, text = _name(model), model.hf_text_config
+    hands_on = model.is_hybrid or model.is_attention_free or _has_layers(text, _STATES)
     return [
         *_layer_faults(name, text),
         (model.uses_alibi, f"{name} has ALiBi positions{WITHOUT}"),
         (model.runner_type != "generate", f"{name} is a {model.runner_type} model{WITHOUT}"),
-        (
-            not composed
-            and (model.is_hybrid or model.is_attention_free or _has_layers(text, _STATES)),
-            _of_states(name, text),
-        ),
+        _states_fault(name, text, hands_on, asked),
         (
             model.is_multimodal_model and model.using_transformers_backend(),
             f"vLLM runs {name} by its Transformers backend, and its images are not proven"
