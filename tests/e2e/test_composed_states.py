@@ -173,6 +173,17 @@ def test_what_is_approximate_is_no_prefix(world: World) -> None:
     assert_same(repeated, world.full[1], NOISE)
 
 
+def test_single_tokens_are_computed_by_themselves(world: World) -> None:
+    """Between two segments, and as a prompt."""
+    running, text = world.running, Prompts(world.running.vocab_size, seed=6)
+    world.read()
+    prompt = text.around(*world.documents, gaps=(91, 1, 75))
+    [found] = running.ask(prompt, options=NAMESPACE)
+    assert found.report["reused_tokens"] == sum(LENGTHS)
+    [alone] = running.ask(text.tokens(1))
+    assert len(alone.token_ids) == 4
+
+
 def test_maps_are_noted_over_several_steps(world: World) -> None:
     """vLLM ends a step at the last whole block of a prompt."""
     running, text = world.running, Prompts(world.running.vocab_size, seed=7)

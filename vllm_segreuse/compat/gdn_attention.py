@@ -85,6 +85,10 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def noting(layer: Any, attn_metadata_i: Any, mixed_qkv: Any, *args: Any, **kwargs: Any) -> Any:
         global _running
+        if len(mixed_qkv) == 1:
+            # Of Qwen3.5 it is a part of a wider row: as it is, vLLM's kernel refuses to read a
+            # prompt of one token ("expect x to be transposed").
+            mixed_qkv = mixed_qkv.clone().view(-1)[None]
         if _observer is not None:
             _running = layer.prefix, mixed_qkv, attn_metadata_i.num_decode_tokens
         try:
