@@ -49,10 +49,7 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         vllm_config.parallel_config.tensor_parallel_size,
     )
     return [
-        (
-            not current_platform.is_cpu(),
-            f"{_BY} are proven on CPUs only{WITHOUT}",
-        ),
+        (not current_platform.is_cpu(), f"{_BY} are proven on CPUs only{WITHOUT}"),
         (
             not model.enforce_eager,
             f"{_BY} are not proven for a compiled model; add --enforce-eager",
