@@ -433,30 +433,32 @@ REFUSED: dict[str, Shape] = {
 }
 """Shapes that the plugin must refuse at start-up, by name."""
 
+_NEXT: dict[str, Any] = _TINY | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_COMPOSED: dict[str, Any] = {
+    "block_size": 128,
+    "enable_prefix_caching": True,
+    "disable_hybrid_kv_cache_manager": False,
+}
+
 STATES: dict[str, Shape] = {
     "qwen3_next": Shape(
         "qwen3_next",
-        _TINY
-        | {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
+        _NEXT,
         "three layers of four hand a state on (gated delta rule)",
-        arguments={
-            "block_size": 128,
-            "enable_prefix_caching": True,
-            "disable_hybrid_kv_cache_manager": False,
-        },
+        arguments=_COMPOSED,
     )
 }
 """Shapes whose states are composed, by vLLM's hybrid KV cache manager only."""
@@ -481,6 +483,14 @@ BENCH: dict[str, Shape] = {
         | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
         | {"max_position_embeddings": 131072},
         "costs next to nothing: what is left is the host's",
+    ),
+    "bench32_states": Shape(
+        "qwen3_next",
+        _NEXT
+        | {"num_hidden_layers": 32, "hidden_size": 256, "head_dim": 64}
+        | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+        "24 layers hand a state on, 8 attend",
+        arguments=_COMPOSED,
     ),
 }
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
