@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from bench import engine, harness, shapes
@@ -166,7 +166,8 @@ class Apart:
 
     def close(self) -> None:
         """Have it end."""
-        self._pipe.send(None)
+        with suppress(OSError):  # it has ended already
+            self._pipe.send(None)
         self._process.join()
 
 
