@@ -58,12 +58,12 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[dict[
 def test_summary_and_rows(made_up: tuple[dict[str, Any], list[dict[str, Apart]]]) -> None:
     result = states.run(quick=False)
     summary = result["summary"]
-    assert summary["known_share"] == 0.98
+    assert summary["known_share"] == pytest.approx(0.98, abs=1e-3)
     assert summary["rounds"] == states.FULL.starts * states.FULL.rounds
     assert len(result["rows"]) == states.FULL.starts * len(states.ARMS)
     assert summary["map_mib"] == 3
     assert summary["map_in_tokens"] == 768
-    assert summary["map_over_document_kv"] == pytest.approx(768 / 980)
+    assert summary["map_over_document_kv"] == pytest.approx(768 / 512)
     for name in ("shift_speedup", "focus_speedup_over_none", "prefix_speedup_over_none"):
         low, middle, high = (float(summary[f"{name}{end}"]) for end in ("_low", "", "_high"))
         assert low <= middle <= high
@@ -74,8 +74,8 @@ def test_a_speed_up_is_of_a_round_over_all_starts(
 ) -> None:
     of_a_start = 3 + states.FULL.rounds
     slow = iter(
-        [1.0] * (of_a_start + 5) + [4.0] * 99
-    )  # from the third round of the second start on
+        [1.0] * (of_a_start + 4) + [4.0] * 99
+    )  # from the second round of the second start on
     made_up[0]["prefix"] = lambda timed: timed._replace(ms=1000.0)
     made_up[0]["none"] = lambda timed: timed._replace(ms=1000.0 * next(slow))
     summary = states.run(quick=False)["summary"]
@@ -101,9 +101,9 @@ def test_what_is_asked(made_up: tuple[dict[str, Any], list[dict[str, Apart]]]) -
     [
         ("prefix", {"cached_tokens": 256}, "256 tokens were cached"),
         ("shift", {"report": None}, "no segreuse report"),
-        ("shift", {"reused_tokens": 980}, "reuse at least 7840"),
-        ("focus", {"recomputed_tokens": 980}, "was to read 1960 tokens again"),
-        ("shift", {"recomputed_tokens": 980}, "was to read 0 tokens again"),
+        ("shift", {"reused_tokens": 512}, "reuse at least 4096"),
+        ("focus", {"recomputed_tokens": 512}, "was to read 1024 tokens again"),
+        ("shift", {"recomputed_tokens": 512}, "was to read 0 tokens again"),
     ],
 )
 def test_another_work_is_refused(
