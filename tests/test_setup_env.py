@@ -23,14 +23,18 @@ case "$*" in
         [ "$3" != --clear ] || find "${@: -1}/" -mindepth 1 -delete 2>/dev/null
         mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python"
         echo "#!$(pwd)/${@: -1}/bin/python" >"${@: -1}/bin/pip" ;;
-    "-m pip"*) echo pip >>"$NOTES"; [ -z "${PIP_FAILS:-}" ] ;;
+    "-m pip"*)
+        echo pip >>"$NOTES"
+        [ ! -f "${@: -1}" ] || cat "${@: -1}" >>"$NOTES.packages"
+        [[ "$*" != *${PIP_FAILS_AT:-nowhere} ]] ;;
     "-m compileall"*) ;;
     *"import torch"*) ;;
     *importlib.metadata*) exit 1 ;;
     *) exec PYTHON "$@" ;;
 esac
 """
-NEW, UPDATE = ["venv", "pip", "pip"], ["pip", "pip"]
+UPDATE = ["pip"] * 3  # two halves of the packages, and ours
+NEW = ["venv", *UPDATE]
 
 
 class Checkout:
@@ -104,10 +108,19 @@ def test_a_moved_checkout_gets_scripts_that_name_its_folder(checkout: Checkout) 
     assert (moved / ".venv/bin/pip").read_text() == f"#!{moved}/.venv/bin/python\n"
 
 
-def test_an_installation_that_failed_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["half0.txt", "half1.txt", "--editable ."])
+def test_an_installation_that_failed_goes_on_where_it_was(tmp_path: Path, where: str) -> None:
     checkout = Checkout(tmp_path)
-    assert checkout.run(PIP_FAILS="1").returncode == 1
+    failed = checkout.run(PIP_FAILS_AT=where)
+    assert failed.returncode == 1
+    assert "setup: pip failed" in failed.stderr
     assert checkout.done() == UPDATE
+
+
+def test_the_halves_have_every_package_once(checkout: Checkout) -> None:
+    installed = (checkout.beside / "notes.packages").read_text().split("\n")
+    wanted = (checkout.root / "requirements/cpu.txt").read_text().split("\n")
+    assert sorted(filter(None, installed)) == sorted(line for line in wanted if "==" in line)
 
 
 @pytest.mark.parametrize("moved", [False, True])
