@@ -88,7 +88,7 @@ class Load(NamedTuple):
     rounds: int
 
 
-FULL = Load(starts=3, rounds=3)
+FULL = Load(starts=2, rounds=3)
 QUICK = Load(starts=1, rounds=2)
 
 
