@@ -73,9 +73,8 @@ def test_a_speed_up_is_of_a_round_over_all_starts(
     made_up: tuple[dict[str, Any], list[dict[str, Apart]]],
 ) -> None:
     of_a_start = 3 + states.FULL.rounds
-    slow = iter(
-        [1.0] * (of_a_start + 4) + [4.0] * 99
-    )  # from the second round of the second start on
+    # From the last round of the first start on.
+    slow = iter([1.0] * (of_a_start - 1) + [4.0] * 99)
     made_up[0]["prefix"] = lambda timed: timed._replace(ms=1000.0)
     made_up[0]["none"] = lambda timed: timed._replace(ms=1000.0 * next(slow))
     summary = states.run(quick=False)["summary"]
