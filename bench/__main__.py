@@ -27,6 +27,7 @@ SUITES = {
     "tier": "the second tier: questions over a base that is larger than the KV memory",
     "isolation": "whether time tells a stranger what is cached for somebody else",
     "soak": "a long mixed load on a small pool: leaks, hangs, failures, memory, latency",
+    "states": "a hybrid with linear attention: the first token where states are composed",
     "stall": "what decoding requests wait for the long prompts of others",
     "overhead": "requests that do not use reuse: the plugin against vLLM alone",
     "observe": "requests that are only observed, against requests without extra keys",

@@ -37,7 +37,8 @@ def prepare_environment(kv_space_gib: int) -> None:
 
 @contextlib.contextmanager
 def engine(model: Path, *, segreuse: bool | Mapping[str, Any], **options: Any) -> Iterator[Any]:
-    """A `vllm.LLM` with prefix caching, with or without segment reuse, gone after the block.
+    """A `vllm.LLM`, with prefix caching unless `options` say otherwise, with or without segment
+    reuse, gone after the block.
 
     Args:
         model: folder of the model.
@@ -55,11 +56,12 @@ def engine(model: Path, *, segreuse: bool | Mapping[str, Any], **options: Any) -
 
         given = {} if segreuse is True else dict(segreuse)
         options["kv_transfer_config"] = kv_transfer_config(**given)
-    llm = LLM(
-        model=str(model),
-        enable_prefix_caching=True,
-        **{"block_size": BLOCK_TOKENS, "disable_log_stats": True} | options,
-    )
+    usual = {
+        "enable_prefix_caching": True,
+        "block_size": BLOCK_TOKENS,
+        "disable_log_stats": True,
+    }
+    llm = LLM(model=str(model), **usual | options)
     try:
         yield llm
     finally:

@@ -481,13 +481,17 @@ REFUSED: dict[str, Shape] = {
 }
 """Shapes that the plugin must refuse at start-up, by name."""
 
+_NEXT: dict[str, Any] = (
+    _TINY
+    | _DELTA_RULE
+    | _FEW_EXPERTS
+    | {"full_attention_interval": 4, "decoder_sparse_step": 1, "mlp_only_layers": []}
+)
+
 STATES: dict[str, Shape] = {
     "qwen3_next": Shape(
         "qwen3_next",
-        _TINY
-        | _DELTA_RULE
-        | _FEW_EXPERTS
-        | {"full_attention_interval": 4, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        _NEXT,
         "three layers of four hand a state on (gated delta rule), experts",
         arguments=_HYBRID,
     ),
@@ -524,6 +528,14 @@ BENCH: dict[str, Shape] = {
         | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
         | {"max_position_embeddings": 131072},
         "costs next to nothing: what is left is the host's",
+    ),
+    "bench32_states": Shape(
+        "qwen3_next",
+        _NEXT
+        | {"num_hidden_layers": 32, "hidden_size": 256, "head_dim": 64}
+        | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+        "24 layers hand a state on, 8 attend",
+        arguments=_HYBRID,
     ),
 }
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import harness
-from tests.e2e import exact_arms, poisoning
+from tests.e2e import exact_arms, poisoning, states_soak
 from tests.knowledge import fuzz
 
 PROMPTS = 3
@@ -93,6 +93,25 @@ def test_poisoning_leaves_a_result_whether_it_fails_or_not(
         "reused": 0,
         "failure": failure,
     }.items() <= (content["summary"].items())
+
+
+@pytest.mark.parametrize("failure", ["", "a map has changed"])
+def test_a_soak_of_states_leaves_a_result_whether_it_fails_or_not(
+    failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def soaked(count: int, summary: dict[str, float | str]) -> None:
+        summary |= {"ended": count - 1}
+        if failure:
+            raise AssertionError(failure)
+
+    monkeypatch.setattr(states_soak, "soaked", soaked)
+    file = tmp_path / "states-soak.json"
+    status = states_soak.main(["--requests", "9", "--json", str(file)])
+    content = json.loads(file.read_text())
+    assert content["suite"] == "states_soak"
+    expected = {"requests": 9, "ended": 8, "failed": int(bool(failure)), "failure": failure}
+    assert content["summary"] == expected
+    assert status == int(bool(failure))
 
 
 @pytest.mark.parametrize("error", [None, AssertionError("a 500")])

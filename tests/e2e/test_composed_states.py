@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from segreuse_extras.states.scheduler import SegmentStates
+from tests.e2e import states_soak
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, drain, preempt, step, submit
 from tests.e2e.test_equality import assert_same
@@ -23,6 +24,8 @@ SHIFT: dict[str, Any] = {"policy": "shift"}
 NOISE = 0.4
 """Of log-probabilities. Where this model's own forward reads the same prompt in chunks that end
 elsewhere, they are off by up to 0.32: vLLM's kernel rounds to bf16 in chunks of 64 tokens."""
+SHORT_SOAK = 48
+"""Requests; `test_states_soak.py` has more of them, and less room."""
 LENGTHS = 800, 780
 """Of documents: each has a whole block in it, wherever it stands."""
 
@@ -33,10 +36,13 @@ class World:
     Args:
         full: to `prompt`, and to `again`.
         running: the engine.
+        soak: of those to requests of the short soak, by number.
     """
 
-    def __init__(self, full: list[Answer], running: Engine) -> None:
-        self.full, self.running = full, running
+    def __init__(
+        self, full: list[Answer], running: Engine, soak: dict[int, Answer] | None = None
+    ) -> None:
+        self.full, self.running, self.soak = full, running, soak or {}
         self.documents, self.first, self.prompt, self.again = texts(running.vocab_size)
 
     @property
@@ -94,8 +100,9 @@ def world() -> Iterator[World]:
     with engine(SHAPE, segreuse=False) as plain:
         _, _, prompt, again = texts(plain.vocab_size)
         full = plain.ask(prompt, again)
+        alone = states_soak.answers(plain, states_soak.requests(plain.vocab_size, SHORT_SOAK), 8)
     with engine(SHAPE, segreuse=SHIFT) as running:
-        yield World(full, running)
+        yield World(full, running, alone)
         check(running)
 
 
@@ -285,3 +292,15 @@ def test_a_reset_forgets_maps(world: World) -> None:
     assert world.feature.catalogue.num_ready == 0
     world.read()
     assert len(maps_of(world.running)) == 2
+
+
+def test_a_short_soak(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps are evicted all the while; nothing stays behind, and what is exact is vLLM's answer."""
+    catalogue = world.feature.catalogue
+    monkeypatch.setattr(catalogue, "capacity", states_soak.ROOM_FOR_MAPS)
+    soak = states_soak.Soak(world.running, reset_every=2)
+    soak.run(states_soak.requests(world.running.vocab_size, SHORT_SOAK))
+    states_soak.compared(soak.exact, world.soak, NOISE)
+    found = states_soak.figures(soak)
+    for what in ("moved", "in_full", "twins", "aborted", "maps_evicted", "repeated", "noted_again"):
+        assert found[what], what
