@@ -126,12 +126,18 @@ class Ledger:
 
     # The scheduler's half.
 
+    @property
+    def orders(self) -> list[CaptureOrder]:
+        """Those of the step that is being planned."""
+        orders: list[CaptureOrder] = self.feature._step.orders
+        return orders
+
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def note(tracked: Any, finder: Any) -> None:
-            before = len(self.feature._step.orders)
+            before = len(self.orders)
             original(tracked, finder)
             space = self._core.namespaces.digest(tracked.prompt.namespace)
-            for order in self.feature._step.orders[before:]:
+            for order in self.orders[before:]:
                 tokens = tracked.prompt.tokens[order.first : order.stop].tobytes()
                 prompt = tracked.prompt.tokens.tolist()
                 self.noted[order.segment] = Noted(space, tokens, order, prompt)
@@ -273,9 +279,8 @@ class Ledger:
         """Nothing runs, and all that was dropped is told: both halves have the same maps, whole
         ones, no more than there is room for, and counters say how many there were."""
         captures, catalogue = self.prefill.captures, self.feature.catalogue
-        assert not captures._under_way
-        assert not self.feature._finders
-        assert not self.feature._in_front
+        assert _left(captures) <= {"maps"}
+        assert _left(self.feature) == set()
         assert {*captures.maps} == {it.number for it in catalogue}
         assert catalogue.num_ready == len(catalogue) <= catalogue.capacity
         each = self.prefill.state_layers.map_bytes
@@ -305,3 +310,8 @@ def _digest(segment: SegmentMap) -> bytes:
         for part in (layer.product, layer.added, layer.tail):
             found.update(part.contiguous().view(torch.uint8).numpy())
     return found.digest()
+
+
+def _left(half: object) -> set[str]:
+    """Names of the dictionaries of an object that hold something."""
+    return {name for name, held in vars(half).items() if isinstance(held, dict) and held}

@@ -180,7 +180,7 @@ class Soak:
     """
 
     def __init__(self, running: Engine, reset_every: int = RESET_EVERY) -> None:
-        self._running, self._reset_every = running, reset_every
+        self.running, self._reset_every = running, reset_every
         self.ledger = Ledger(running)
         self.errors = Errors()
         self._dice = random.Random(59)
@@ -214,20 +214,20 @@ class Soak:
             while waiting and len(under_way) < UNDER_WAY:
                 one = waiting.pop()
                 under_way[self._submit(one)] = one, now
-            for name, answer in finished_in_step(self._running).items():
+            for name, answer in finished_in_step(self.running).items():
                 one, _ = under_way.pop(name)
                 answers[one.number] = answer
                 self._ended(one, answer)
             if not now % LOOKED_AT:
-                check_pool(self._running)
+                check_pool(self.running)
             self.ledger.check_names()
             for name, (one, began) in [*under_way.items()]:
                 if one.abort_after is not None and now - began >= one.abort_after:
-                    abort(self._running, self._ids[name])
+                    abort(self.running, self._ids[name])
                     del under_way[name]
                     self.counts["aborted"] += 1
-            if self._running.scheduler.running and self._dice.random() < PREEMPTED:
-                preempt(self._running, self._dice.choice(self._running.scheduler.running))
+            if self.running.scheduler.running and self._dice.random() < PREEMPTED:
+                preempt(self.running, self._dice.choice(self.running.scheduler.running))
                 self.counts["preempted"] += 1
             if not waiting and not under_way:
                 return answers
@@ -236,7 +236,7 @@ class Soak:
     def _submit(self, one: Asked, again: str = "") -> str:
         name = f"{one.number}{again}"
         length = {"max_tokens": one.output_tokens, "ignore_eos": True}
-        self._ids[name] = submit(self._running, name, one.prompt, one.options, **length)
+        self._ids[name] = submit(self.running, name, one.prompt, one.options, **length)
         return name
 
     def _ended(self, one: Asked, answer: Answer) -> None:
@@ -255,8 +255,8 @@ class Soak:
 
     def _idle(self) -> None:
         """Nothing runs: nothing is held."""
-        self._running.ask([99], max_tokens=1)  # what was dropped since the last step is told
-        self._running.check_idle()
+        self.running.ask([99], max_tokens=1)  # what was dropped since the last step is told
+        self.running.check_idle()
         self.ledger.check_maps()
 
     def _ask_again(self, group: Sequence[Asked], answers: Mapping[int, Answer]) -> None:
@@ -268,7 +268,7 @@ class Soak:
             name = self._submit(one, again=" again")
             found = dict[str, Answer]()
             while not found:
-                found = finished_in_step(self._running)
+                found = finished_in_step(self.running)
             self.counts["asked_again"] += 1
             now = self.ledger.plans.get(self._ids[name])
             if now is None or now.made_of != before.made_of:
@@ -287,7 +287,7 @@ class Soak:
         chosen = self.ledger.exact_notes()[-NOTED_AGAIN:]
         before = {number: self.ledger.prefill.captures.maps[number] for number in chosen}
         self.ledger.forgetting()
-        self._running.reset()
+        self.running.reset()
         self.counts["resets"] += 1
         for number, wanted in before.items():
             found = self._note_afresh(self.ledger.noted[number])
@@ -309,10 +309,10 @@ class Soak:
         one = Asked(number, "plain", noted.prompt, None, 1, None)
         name = self._submit(one)
         order = CaptureOrder(number, self._ids[name], noted.order.first, noted.order.stop)
-        self.ledger.feature._step.orders.append(order)
-        while not finished_in_step(self._running):
+        self.ledger.orders.append(order)
+        while not finished_in_step(self.running):
             pass
-        self._running.reset()
+        self.running.reset()
         found = self.ledger.wanted.pop(number)
         assert found is not None, "it was not noted"
         return found
@@ -398,7 +398,7 @@ def soaked(count: int, summary: dict[str, float | str]) -> None:
 
 def figures(soak: Soak) -> dict[str, float | str]:
     """What happened, for tables."""
-    ledger, pool = soak.ledger.counts, soak._running.pool
+    ledger, pool = soak.ledger.counts, soak.running.pool
     return {
         **{name: soak.counts[name] for name in COUNTED},
         **{name: ledger[name] for name in ("composed", "repeated", "names", "kv_evicted")},

@@ -5,6 +5,7 @@ that the soak notices what is wrong."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def alone() -> dict[int, states_soak.Answer]:
         return states_soak.answers(plain, asked, 1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def running(alone: dict[int, states_soak.Answer]) -> Iterator[Engine]:
     with states_soak.small_engine(segreuse=True, **LIMITS) as started:
         yield started
@@ -57,8 +58,12 @@ def _named_exactly(patch: pytest.MonkeyPatch) -> None:
 
 
 def _another_map(patch: pytest.MonkeyPatch) -> None:
+    """One that differs whenever the same segment is noted again."""
+    calls = count()
+
     def compact(self: StateMap) -> StateMap:
-        return StateMap(self.product.bfloat16() * 0, self.added.bfloat16(), self.tail.clone())
+        product = self.product.bfloat16() / (1 + next(calls))
+        return StateMap(product, self.added.bfloat16(), self.tail.clone())
 
     patch.setattr(StateMap, "compact", compact)
 
