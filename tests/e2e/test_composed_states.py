@@ -300,7 +300,7 @@ def test_a_short_soak(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "capacity", states_soak.ROOM_FOR_MAPS)
     soak = states_soak.Soak(world.running, reset_every=2)
     soak.run(states_soak.requests(world.running.vocab_size, SHORT_SOAK))
-    states_soak.compared(soak.exact, world.soak, NOISE)
+    states_soak.compared(soak.exact, world.soak)
     found = states_soak.figures(soak)
     for what in ("moved", "in_full", "twins", "aborted", "maps_evicted", "repeated", "noted_again"):
         assert found[what], what
