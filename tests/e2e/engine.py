@@ -41,6 +41,19 @@ class Answer:
         self.report = Whole(self.report)
 
 
+def apart(mine: Answer, theirs: Answer) -> float:
+    """Largest difference of log-probabilities, as far as both answer the same text."""
+    worst = 0.0
+    for ours, others, got, wanted in zip(
+        mine.logprobs, theirs.logprobs, mine.token_ids, theirs.token_ids, strict=True
+    ):
+        common = ours.keys() & others.keys()
+        worst = max([worst, *(abs(ours[token] - others[token]) for token in common)])
+        if got != wanted:
+            break
+    return worst
+
+
 def diagnosed(shape: str, dtype: str = "bfloat16") -> Diagnosis:
     """The doctor's verdict on a test model, with the engine's arguments."""
     from vllm.engine.arg_utils import EngineArgs

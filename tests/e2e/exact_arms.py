@@ -32,7 +32,7 @@ from typing import Any
 import pytest
 
 from bench import harness
-from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, engine
+from tests.e2e.engine import BLOCK_SIZE, NAMESPACE, Answer, Engine, Prompts, apart, engine
 from tests.e2e.stepping import finished_in_step, preempt, submit
 
 MODULE = "tests.e2e.exact_arms"
@@ -102,16 +102,8 @@ class Prompt:
 
 
 def difference(answer: Answer, cold: Answer) -> float:
-    """Largest difference of log-probabilities, over the tokens that both answered."""
-    largest = 0.0
-    for ours, theirs, token, wanted in zip(
-        answer.logprobs, cold.logprobs, answer.token_ids, cold.token_ids, strict=True
-    ):
-        common = ours.keys() & theirs.keys()
-        largest = max([largest, *(abs(ours[t] - theirs[t]) for t in common)])
-        if token != wanted:
-            return largest or math.inf
-    return largest
+    """`apart`; infinite where answers differ and log-probabilities do not."""
+    return apart(answer, cold) or (0.0 if answer.token_ids == cold.token_ids else math.inf)
 
 
 class Arms:

@@ -34,7 +34,7 @@ import torch
 from bench import harness
 from segreuse_extras.states.messages import CaptureOrder
 from segreuse_extras.states.metrics import EVICTED, NOTED
-from tests.e2e.engine import Answer, Engine, Prompts, engine
+from tests.e2e.engine import Answer, Engine, Prompts, apart, engine
 from tests.e2e.states_ledger import Ledger
 from tests.e2e.stepping import abort, check_pool, finished_in_step, preempt, submit
 from tests.e2e.test_equality import assert_same
@@ -325,19 +325,6 @@ def _beginning(answer: Answer) -> Answer:
     """The tokens that are compared."""
     few = answer.token_ids[:ANSWER_TOKENS], answer.logprobs[:ANSWER_TOKENS]
     return replace(answer, token_ids=few[0], logprobs=few[1])
-
-
-def apart(mine: Answer, theirs: Answer) -> float:
-    """Largest difference of log-probabilities, as far as both answer the same text."""
-    worst = 0.0
-    for ours, others, got, wanted in zip(
-        mine.logprobs, theirs.logprobs, mine.token_ids, theirs.token_ids, strict=True
-    ):
-        common = ours.keys() & others.keys()
-        worst = max([worst, *(abs(ours[token] - others[token]) for token in common)])
-        if got != wanted:
-            break
-    return worst
 
 
 def answers(plain: Engine, asked: Sequence[Asked], at_once: int) -> dict[int, Answer]:

@@ -80,6 +80,19 @@ def preempt(running: Engine, request: Any) -> None:
     running.scheduler._preempt_request(request, time.monotonic())
 
 
+def after_preemption(
+    running: Engine, name: str, prompt: list[int], options: Any, steps: int
+) -> Answer:
+    """What the only request answers that is preempted after some steps."""
+    submit(running, name, prompt, options)
+    for _ in range(steps):
+        step(running)
+    [request] = running.scheduler.running
+    preempt(running, request)
+    [found] = drain(running).values()
+    return found
+
+
 def noted_preemptions(running: Engine, patch: pytest.MonkeyPatch) -> set[str]:
     """Ids of the requests that are preempted from here on, as vLLM tells its workers."""
     seen: set[str] = set()

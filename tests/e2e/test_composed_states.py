@@ -12,7 +12,7 @@ import pytest
 from segreuse_extras.states.scheduler import SegmentStates
 from tests.e2e import states_soak
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import abort, drain, preempt, step, submit
+from tests.e2e.stepping import abort, after_preemption, drain, step, submit
 from tests.e2e.test_equality import assert_same
 from tests.parts import parts_of
 
@@ -265,13 +265,7 @@ def test_preempted_requests_answer_as_others(world: World) -> None:
     world.read()
     world.forget_prefix(len(world.prompt))
     for steps in (1, 2):
-        submit(running, f"r{steps}", world.prompt, NAMESPACE)
-        for _ in range(steps):
-            step(running)
-        [request] = running.scheduler.running
-        preempt(running, request)
-        answers = drain(running)
-        [found] = answers.values()
+        found = after_preemption(running, f"r{steps}", world.prompt, NAMESPACE, steps)
         assert found.report["reused_tokens"] >= sum(LENGTHS)
         assert_same(found, world.full[0], NOISE)
 

@@ -15,7 +15,7 @@ from segreuse_extras.states.catalogue import MapCatalogue
 from segreuse_extras.states.layers import HeldStates
 from segreuse_extras.states.prefill import CarriedOut, StatesPrefill
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
-from tests.e2e.stepping import abort, drain, preempt, step, submit
+from tests.e2e.stepping import abort, after_preemption, drain, step, submit
 from tests.e2e.test_composed_states import LENGTHS, NOISE, SHAPE, World, check, texts
 from tests.e2e.test_equality import assert_same
 from vllm_segreuse.model.kv_format import typed_pages
@@ -260,12 +260,7 @@ def test_preempted_and_aborted_requests(world: World, choose: Choose) -> None:
         drain(running)
         check(running)
     for steps in (1, 2):
-        submit(running, f"p{steps}", world.again, NAMESPACE)
-        for _ in range(steps):
-            step(running)
-        [request] = running.scheduler.running
-        preempt(running, request)
-        [found] = drain(running).values()
+        found = after_preemption(running, f"p{steps}", world.again, NAMESPACE, steps)
         assert_same(found, world.full[1], NOISE)
 
 

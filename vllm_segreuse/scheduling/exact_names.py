@@ -70,7 +70,7 @@ class ExactNames:
         finders, size = tracked.method.left_behind, self._block_size
         if not finders or not self._planner.reuses or tracked.mode is not Use.REUSE:
             return NOTHING_LEFT
-        asked = (find(tracked.prompt, start, stop) for find in finders)
+        asked = (find(tracked.prompt, start, stop) for find in finders)  # first: it may say wait
         least = tracked.method.min_reused_tokens
         found = next((it for it in asked if it.num_tokens >= least), NOTHING_LEFT)
         next_block = min(stop, start + size)
