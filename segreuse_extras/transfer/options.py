@@ -80,8 +80,8 @@ class BesideOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kv_connector: Annotated[str, BeforeValidator(_name)] = ""
-    """Its class: `NixlConnector`, `NixlPullConnector`, `NixlPushConnector`, or another that is declared
-    `name_free`."""
+    """Its class: `NixlConnector`, `NixlPullConnector`, `NixlPushConnector`, or another that is
+    declared `name_free`."""
 
     kv_connector_module_path: Annotated[str | None, BeforeValidator(_text)] = None
     """Module of its class; None: it is one of vLLM's own."""
