@@ -56,7 +56,7 @@ class PolicyOptions(BaseModel):
     dense_layers: Annotated[int | float, BeforeValidator(_layers)] = 0.15
     """`sparsex`: leading layers that compute every token: a number of layers, or a share s of them,
     which means max(1, round(s * layers)). As many layers as the model has, or more: everything is
-    computed."""
+    computed. `cacheblend` takes a number of layers, too, 1 at least; a share means 1 there."""
 
     overflow_tokens: Annotated[int | None, tokens_or_null(0, "one KV block")] = None
     """`sparsex`: reused tokens computed again on both sides of new text; None: as many as a KV

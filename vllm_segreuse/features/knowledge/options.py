@@ -28,7 +28,7 @@ class KnowledgeOptions(ServerPart):
     """SQLite file that remembers knowledge bases over restarts; None: they are forgotten."""
 
     knowledge_chunk_tokens: Annotated[int, count(1, MAX_TOKENS)] = 2048
-    """Longer documents are computed in chunks of as many tokens, each by itself."""
+    """Longer documents are computed in chunks of so many tokens at most, each by itself."""
 
     knowledge_body_bytes: Annotated[int, count(1024, MAX_TOKENS)] = 16 * 2**20
     """Largest body that the routes of knowledge bases take."""
