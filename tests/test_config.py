@@ -7,6 +7,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -116,6 +117,7 @@ BAD_OPTIONS = [
     ("max_drift", -0.01),
     ("max_drift", float("nan")),
     ("max_drift", float("inf")),
+    ("max_drift", 2**63),
     ("max_drift", 10**400),
     ("max_drift", True),
     ("max_drift", "4"),
@@ -146,6 +148,20 @@ def test_06_bad_value_is_refused_for_the_server_and_for_a_request(
     for text in (str(server.value), str(request.value)):
         assert f"{option}={short_repr(value)} must be" in text
         assert len(text) < 300
+
+
+@pytest.mark.parametrize("option", RequestOptions.model_fields)
+@pytest.mark.parametrize("bits", [31, 63, 64, 1000])
+@pytest.mark.parametrize("less", [0, 1])
+def test_06_a_number_that_is_taken_can_be_sent_to_the_engine(
+    option: str, bits: int, less: int
+) -> None:
+    extra_args = {f"segreuse_{option}": 2**bits - less}
+    try:
+        parse_request(extra_args, CONFIG)
+    except RequestError:
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(extra_args)) == extra_args
 
 
 RANGES: dict[str, tuple[int, int]] = {

@@ -33,13 +33,10 @@ def short_repr(value: object) -> str:
 
 
 def is_number(value: object) -> bool:
-    """True for finite float, and int that is one; bool is no number here."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
+    """True for finite float, and int that msgpack carries to the engine; bool is none here."""
+    if isinstance(value, float):
         return math.isfinite(value)
-    except OverflowError:
-        return False
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def is_int(value: object) -> bool:
