@@ -150,6 +150,37 @@ def test_32_bodies_that_are_no_proper_json_are_400(client: TestClient, raw: byte
     assert answer.json()["error"]["type"] == "invalid_request"
 
 
+BODY = "the body must be a JSON object in UTF-8, sent with Content-Type: application/json"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", BODY),
+        (b"null", BODY),
+        (b"[]", BODY),
+        (b'{"name": }', f"{BODY}: Expecting value at character 9"),
+        ('{"name": "\xfc"}'.encode("latin-1"), f"{BODY}: 'utf-8' codec can't decode byte 0xfc"),
+        (b'{"name": 1' + b"0" * 5000 + b"}", f"{BODY}: Exceeds the limit"),
+        (b'{"name": ' + b"[" * 100_000, "the body is nested too deeply"),
+    ],
+)
+def test_a_body_that_is_no_object_is_told_what_one_is(
+    client: TestClient, raw: bytes, said: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    error = client.post(BASES, content=raw, headers=headers).json()["error"]
+    assert error["message"].startswith(said)
+    assert error["param"] is None, "there is no field of this name"
+
+
+def test_a_body_that_is_not_called_json_is_told_how_to_send_it(client: TestClient) -> None:
+    """`curl -d` calls every body a form."""
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = client.post(BASES, content=b'{"name": "new"}', headers=headers)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, BODY)
+
+
 @pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", f"limit={'9' * 5000}"])
 def test_bad_pages_are_400(client: TestClient, query: str) -> None:
     assert client.get(f"{BASES}?{query}").status_code == 400

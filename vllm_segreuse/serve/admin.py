@@ -45,6 +45,7 @@ _TYPES = {
     413: "too_large",
     422: "invalid_request",
 }
+_BODY = "the body must be a JSON object in UTF-8, sent with Content-Type: application/json"
 
 
 def mount(app: FastAPI) -> FastAPI | None:
@@ -198,7 +199,10 @@ def answer(
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    return answer(error.status_code, str(error.detail), error.headers)
+    why = error.__cause__  # of a body that cannot be read, which FastAPI does not tell
+    text = str(error.detail) if why is None else f"{_BODY}: {why}"
+    text = TOO_DEEP if isinstance(why, RecursionError) else text
+    return answer(error.status_code, text, error.headers)
 
 
 async def _recursion_error(request: Request, error: Any) -> JSONResponse:
@@ -214,7 +218,11 @@ def first_fault(error: RequestValidationError) -> tuple[str, str | None]:
     """(sentence, field) of the first field that does not fit, without its value: it may be
     large."""
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return f"{_BODY}: {first['ctx']['error']} at character {first['loc'][-1]}", None
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    if not where and first["type"] in ("missing", "model_attributes_type"):
+        return _BODY, None
     message = str(first["msg"]).removeprefix("Value error, ")
     param = ".".join(where) or None
     return (f"{param}: {message}" if param else message), param

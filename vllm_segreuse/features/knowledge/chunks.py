@@ -57,12 +57,9 @@ class Shape(NamedTuple):
 
     def num_blocks(self, num_context: int, num_tokens: int) -> int:
         """Blocks that a document takes when it is warm."""
-        chunks = self.num_chunks(num_context, num_tokens)
-        small, larger = divmod(num_tokens, chunks)
         first = num_context // self.block_size
-        return (chunks - larger) * (-(-(num_context + small) // self.block_size) - first) + (
-            larger * (-(-(num_context + small + 1) // self.block_size) - first)
-        )
+        lengths = lengths_of(self, num_context, num_tokens)
+        return sum(-(-(num_context + length) // self.block_size) - first for length in lengths)
 
     def num_blocks_meanwhile(self, num_tokens: int) -> int:
         """Blocks that a document takes beside those of `num_blocks`, until it is warm."""

@@ -11,12 +11,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_segreuse.features.knowledge.answers import State
 from vllm_segreuse.features.knowledge.engine import Answer, ServedEngine
 from vllm_segreuse.features.knowledge.scheduler_calls import call_schedulers
 from vllm_segreuse.plan import FreezeOrder
-
-State = Mapping[str, Any]
-"""`SchedulerSide.frozen`."""
 
 
 class ParallelEngines(ServedEngine):
