@@ -165,8 +165,9 @@ def explain(
     }
     route = next(path for key, path in ROUTES.items() if key in body)
     answer = _post(server, route, asked)
-    report = (answer.get("kv_transfer_params") or {}).get("segreuse")
-    if not isinstance(report, dict) or "explain" not in report:
+    params = answer.get("kv_transfer_params")  # other connectors have others, or none
+    report = params.get("segreuse") if isinstance(params, dict) else None
+    if not isinstance(report, dict) or not isinstance(report.get("explain"), list):
         raise ExplainError(
             f"{server.base_url} answered without an explanation: it runs without segment reuse, or "
             "with a version of it that does not explain"
@@ -273,7 +274,8 @@ def _gone(
 
 def _prompt_tokens(answer: Mapping[str, Any]) -> list[int] | None:
     """Of a chat's answer, or of the first prompt's."""
-    for each in (answer, *(answer.get("choices") or ())):
+    choices = answer.get("choices")
+    for each in (answer, *(choices if isinstance(choices, list) else ())):
         tokens = each.get("prompt_token_ids") if isinstance(each, Mapping) else None
         if isinstance(tokens, list):
             return tokens

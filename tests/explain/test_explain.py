@@ -258,6 +258,12 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
         (httpx.Response(200, text="<html>"), "status 200: <html>"),
         (httpx.Response(200, json={"choices": []}), "runs without segment reuse"),
         (httpx.Response(200, json={"kv_transfer_params": {"segreuse": {}}}), "does not explain"),
+        (httpx.Response(200, json={"kv_transfer_params": ["a"]}), "runs without segment reuse"),
+        (httpx.Response(200, json={"kv_transfer_params": "a"}), "runs without segment reuse"),
+        (
+            httpx.Response(200, json={"kv_transfer_params": {"segreuse": {"explain": 1}}}),
+            "does not explain",
+        ),
     ],
 )
 def test_a_server_that_does_not_explain(
@@ -266,6 +272,15 @@ def test_a_server_that_does_not_explain(
     server.answers["/v1/completions"] = answer
     with pytest.raises(ExplainError, match=complaint):
         explain(server.client(), BODY)
+
+
+@pytest.mark.parametrize("choices", [7, [7], {"a": 1}, None])
+def test_a_server_whose_choices_are_none_tells_no_text(server: Server, choices: Any) -> None:
+    answer = {"kv_transfer_params": {"segreuse": REPORT}, "choices": choices}
+    server.answers["/v1/completions"] = httpx.Response(200, json=answer)
+    found = explain(server.client(), BODY)
+    assert (found.stretches, found.texts) == (STRETCHES, [])
+    assert "without the tokens of the prompt" in found.no_texts
 
 
 def test_half_a_surrogate_is_the_servers_to_refuse(server: Server) -> None:
