@@ -9,6 +9,7 @@ given. Bodies that no server would take are left out all the same.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,15 @@ from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, logge
 from segreuse_tools.estimate.traces.lines import LogLines, files_of
 from segreuse_tools.model_folder import InputError, find_model
 from vllm_segreuse.options.parsing import EXTRA_KEYS
+from vllm_segreuse.options.values import is_number, short_repr
+
+MOST_SEQUENCES = 16_384
+"""Answers to a prompt that a server of vLLM gives, unless its environment says another number."""
+
+_MOST_SEQUENCES_ENV = "VLLM_MAX_N_SEQUENCES"
+
+GREEDY = 1e-5
+"""Below this temperature all answers to a prompt would be the same."""
 
 _SESSIONS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
 """Fields of a body that name who asks, the best first."""
@@ -84,7 +94,7 @@ class BodyPrompts:
         for tokens in prompts:
             if not len(tokens):
                 raise LogError(f"{where} has no tokens")
-            for _ in range(_number(where, body, "n", 1)):
+            for _ in range(_sequences(where, body)):
                 yield PromptTokens(tokens, count, session, documents, namespace)
 
     def _namespace(self, where: str, body: Mapping[str, Any]) -> int | None:
@@ -242,10 +252,24 @@ def _session(body: Mapping[str, Any]) -> str | None:
     return next((it for it in found if isinstance(it, str)), None)
 
 
+def _sequences(where: str, body: Mapping[str, Any]) -> int:
+    """Answers that a body asks for, as many as vLLM gives (`SamplingParams.n`)."""
+    found, most = _number(where, body, "n", 1), os.environ.get(_MOST_SEQUENCES_ENV, "")
+    limit = int(most) if most.isdecimal() else MOST_SEQUENCES
+    if found > limit:
+        raise LogError(
+            f"{where}: n must be at most {limit} ({_MOST_SEQUENCES_ENV}), got {short_repr(found)}"
+        )
+    temperature = body.get("temperature")
+    if found > 1 and is_number(temperature) and temperature < GREEDY:
+        raise LogError(f"{where}: n must be 1 with temperature={temperature}, got {found}")
+    return found
+
+
 def _number(where: str, body: Mapping[str, Any], name: str, usual: int) -> int:
     found = body.get(name)
     if found is None:
         return usual
     if type(found) is not int or found < 1:
-        raise LogError(f"{where}: {name} must be at least 1, got {found!r}")
+        raise LogError(f"{where}: {name} must be at least 1, got {short_repr(found)}")
     return found

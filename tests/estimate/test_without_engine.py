@@ -18,7 +18,12 @@ from bench.shapes import make_model
 from segreuse_tools.commands import estimate as cli
 from segreuse_tools.estimate.gain import Gain, SizeRow
 from segreuse_tools.estimate.light_options import sizes
-from segreuse_tools.estimate.light_rendering import BodyPrompts, ChatTokenizer
+from segreuse_tools.estimate.light_rendering import (
+    GREEDY,
+    MOST_SEQUENCES,
+    BodyPrompts,
+    ChatTokenizer,
+)
 from segreuse_tools.estimate.prompts import PromptTokens
 from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.model_folder import InputError
@@ -380,6 +385,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"prompt": []}, "has no tokens"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens must be at least 1, got -1"),
         ({"prompt": "a", "n": "x"}, "n must be at least 1, got 'x'"),
+        ({"prompt": "a", "n": 10**9}, "n must be at most 16384 (VLLM_MAX_N_SEQUENCES), got 10"),
+        ({"prompt": "a", "n": 2, "temperature": 0}, "n must be 1 with temperature=0, got 2"),
         ({"prompt": "a", "extra_keys": [7]}, "extra_keys must be names, got [7]"),
         ({"prompt": "a", "extra_keys": 7}, "extra_keys must be names, got 7"),
         ({"prompt": "a", "vllm_xargs": {"extra_keys": True}}, "extra_keys must be names, got True"),
@@ -453,6 +460,27 @@ def test_each_prompt_and_each_answer_to_it_counts(tmp_path: Path) -> None:
     assert [it.tokens.tolist() for it in found[4:]] == [[1, 2], [1, 2, 3], [0]]
     assert found[0].tokens.tolist() == found[1].tokens.tolist() != found[2].tokens.tolist()
     assert found[2].tokens.dtype == found[4].tokens.dtype == "int32"
+
+
+def test_so_many_answers_count_as_a_server_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"prompt": [1], "n": 3, "temperature": it} for it in (0.5, None, 1e-5)]
+    lines += [{"prompt": [1], "n": 1, "temperature": 0}]
+    assert len(prompts_of(tmp_path, *lines)) == 10
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "2")
+    with pytest.raises(LogError, match="n must be at most 2"):
+        prompts_of(tmp_path, *lines)
+
+
+def test_the_most_answers_are_those_of_vllm() -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    SamplingParams(n=MOST_SEQUENCES, temperature=GREEDY)
+    for over in ({"n": MOST_SEQUENCES + 1}, {"n": 2, "temperature": GREEDY / 2}):
+        with pytest.raises(VLLMValidationError):
+            SamplingParams(**over)
 
 
 def test_prompts_have_the_session_the_documents_and_the_namespace_of_their_body(
