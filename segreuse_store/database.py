@@ -47,6 +47,8 @@ CREATE TABLE IF NOT EXISTS changes (
 """
 _COLUMNS = "name, secret, about, durable, engine"
 _MOST_CHANGES = 100_000
+_APART_S = 60.0
+"""Clocks of machines that share a store may differ by so much."""
 NOBODY = ""
 """The engine of a row whose file could not be removed: whoever can removes it."""
 
@@ -173,6 +175,14 @@ class Database:
             query = "UPDATE records SET used = :now WHERE used > :now"
             self._sql.execute(query, {"now": time.time()})
 
+    def _correct_far_times(self, sql: sqlite3.Connection) -> None:
+        """The same while engines run: a clock that was ahead has been set. Both statements are
+        looked up by the index."""
+        query = "UPDATE records SET used = ? WHERE state = ? AND durable = ? AND used > ?"
+        now_s = time.time()
+        for durable in (False, True):
+            sql.execute(query, (now_s, _THERE, durable, now_s + _APART_S))
+
     def _all_rows(self) -> list[tuple[str, StoredRecord | None]]:
         with self._transaction("DEFERRED") as sql:
             self._seen = self._last_change(sql)
@@ -224,6 +234,8 @@ class Database:
             self._write_notes(sql)
             there, new = self._new(sql, coming)
             places = [_FREE] * min(len(new), max(0, slots - self._count(sql)))
+            if len(places) < len(new):
+                self._correct_far_times(sql)
             places += self._victims(sql, len(new) - len(places))
             unheld: list[_Place] = []
             if len(places) < len(new) and any(record.durable for record, _ in new):

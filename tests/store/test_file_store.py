@@ -769,6 +769,21 @@ def test_a_clock_that_was_ahead_is_forgotten_at_the_next_start(
     engine.tier.shutdown()
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_clock_that_is_set_back_keeps_what_is_stored_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    engine = Engine(tmp_path, slots=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 2.0**33)
+        engine.store(1, 2, 3, 4, durable=durable)
+    engine.store(5, durable=durable)
+    engine.store(6, durable=durable)
+    assert len(engine.there(1, 2, 3, 4)) == 2
+    assert engine.there(5, 6) == [5, 6]
+    engine.tier.shutdown()
+
+
 def test_shutdown_writes_what_was_begun(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     engine.begin_store(*range(10))
