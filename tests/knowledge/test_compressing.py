@@ -304,6 +304,29 @@ def test_what_was_compressed_before_is_a_fault_where_nothing_compresses(
     asyncio.run(after())
 
 
+def test_a_choice_that_cannot_be_written_leaves_nothing_warm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody is given a document without its choice, and one that is warm is not warmed again."""
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        def full(*_: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(service.store, "keep", full)
+            [added] = await service.add("base", body(a=TOKENS))
+        assert (added.status, added.blocks, engine.pool.num_frozen) == ("failed", 1, 0)
+        assert "disk is full" in (added.error or "")
+        with pytest.raises(ConflictError, match="disk is full"):
+            await kept(service, "a")
+        [warmed] = await service.warm("base", WarmDocuments(wait=True))
+        assert warmed.status == "warm"
+        assert await kept(service, "a") == [40, 30, 60, 50]
+
+    run(test)
+
+
 # Entries.
 
 

@@ -32,7 +32,6 @@ from vllm_segreuse.cache.links import (
     drop_views,
     find_ancestors,
     find_entries,
-    find_missing,
     insert_blocks,
     remove_blocks,
 )
@@ -417,9 +416,7 @@ class SegmentIndex:
         Args:
             block_ids: int32 `[n]`, each in `0 .. num_blocks - 1`.
         """
-        block_ids = np.require(block_ids, np.int32, ("C", "W"))
-        self.show(namespace)
-        return find_missing(self.nodes, block_ids, int(namespace))
+        return np.flatnonzero(self.entries(namespace, block_ids) < 0).astype(np.int32)
 
     def entries(self, namespace: int, block_ids: IntArray) -> IntArray:
         """Rows of `nodes` that blocks have in a namespace; int32 `[n]`, -1: it does not know one.

@@ -283,17 +283,6 @@ def find_entry(nodes: Nodes, block: int, namespace: int) -> int:
 
 
 @kernel
-def find_missing(nodes: Nodes, block_ids: IntArray, namespace: int) -> IntArray:
-    """Indices of the ids that have no entry in a namespace."""
-    missing = np.empty(block_ids.size, np.int32)
-    count = 0
-    for i in range(block_ids.size):
-        missing[count] = i
-        count += find_entry(nodes, block_ids[i], namespace) < 0
-    return missing[:count]
-
-
-@kernel
 def find_entries(nodes: Nodes, block_ids: IntArray, namespace: int) -> IntArray:
     """`find_entry` of each id; -1 for one that is negative."""
     entries = np.full(block_ids.size, -1, np.int32)

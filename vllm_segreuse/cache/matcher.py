@@ -190,7 +190,6 @@ def warm_up() -> None:
     index.max_views = 1
     for namespace in range(3):
         index.insert(namespace, blocks, tokens, first_position=0)
-    index.missing(0, blocks)
     index.begin_step()
     for namespace in range(2):  # the views of the second one were dropped
         find_matches(index, namespace, tokens, window_hashes(tokens, 2), 0, 4, 0)

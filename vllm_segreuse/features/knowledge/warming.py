@@ -236,8 +236,12 @@ class Warming:
             if not self._is_wanted(entry):
                 return
             if num_frozen == len(work.prompts):
-                if work.compression is not None:
-                    await self._chosen(entry, joined(work, kept))
+                try:
+                    if work.compression is not None:
+                        await self._chosen(entry, joined(work, kept))
+                except Exception:  # nobody could name it, and what is warm is not computed again
+                    await self._engine.unfreeze([entry])
+                    raise
                 return
             if num_frozen == 0:  # it was refused, not evicted
                 break
