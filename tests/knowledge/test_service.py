@@ -660,6 +660,22 @@ def test_a_manifest_that_cannot_be_written_is_unavailable_and_nothing_has_change
     run(test)
 
 
+def test_what_is_left_of_removed_documents_keeps_no_change_from_being_made() -> None:
+    """Their counts cannot be forgotten: the next start does that."""
+
+    async def test(service: KnowledgeService, engine: FakeEngine) -> None:
+        await service.add("base", documents(a=[*range(9)], b=[*range(9)], c=[*range(9, 18)]))
+        forgetting = Refusing(service.store, "forget_uses", FULL)
+        await service.delete("base", "c")
+        [added] = await service.add("base", documents(a=[*range(20)]))
+        assert added.status == "warm"
+        await service.delete_base("base")
+        assert forgetting.calls == 3
+        assert not engine.pool.num_frozen
+
+    run(test)
+
+
 def test_what_could_not_be_unfrozen_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
     async def test(service: KnowledgeService, engine: FakeEngine) -> None:
         await service.add("base", documents(a=[*range(9)], b=[*range(30)]))

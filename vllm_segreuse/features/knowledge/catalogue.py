@@ -113,11 +113,6 @@ class Entry:
     hits: int = 0
     last_used: float | None = None
 
-    def continue_counts_of(self, other: Entry | None) -> None:
-        """Hits and last use go on from those of the same text in another context."""
-        if other is not None:
-            self.hits, self.last_used = other.hits, other.last_used
-
 
 class Catalogue:
     """Bases by name, and the entries of all their documents.
@@ -181,7 +176,8 @@ class Catalogue:
         if entry is None:
             entry = self.entries[document.entry] = Entry(self._blocks(document))
             if before is not None and before.text == document.text:
-                entry.continue_counts_of(self.entries.get(before.entry))
+                moved = self.entries.get(before.entry, entry)
+                entry.hits, entry.last_used = moved.hits, moved.last_used
         entry.owners.add((base.record.name, document.id))
 
     def disown(self, base: str, documents: Iterable[CatalogueDocument]) -> list[str]:

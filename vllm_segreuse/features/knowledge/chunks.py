@@ -68,10 +68,8 @@ class Shape(NamedTuple):
     def prompts(self, context: Tokens, tokens: Tokens) -> list[Tokens]:
         """The prompts, each a whole number of blocks long; chunks differ by one token at most."""
         chunks = np.array_split(tokens, self.num_chunks(len(context), len(tokens)))
-        return [self._padded(np.concatenate((context, chunk))) for chunk in chunks]
-
-    def _padded(self, prompt: Tokens) -> Tokens:
-        return np.concatenate((prompt, np.repeat(prompt[-1:], -len(prompt) % self.block_size)))
+        prompts = (np.concatenate((context, chunk)) for chunk in chunks)
+        return [np.pad(it, (0, -len(it) % self.block_size), "edge") for it in prompts]
 
 
 def shape_for(shape: Shape, compression: CompressionSettings | None, num_context: int) -> Shape:

@@ -550,8 +550,11 @@ class KnowledgeService:
         """Documents have left `base.documents`: entries that nobody else has are unfrozen."""
         left = list(documents)
         await self._warming.let_go(self._catalogue.disown(base, left))
-        if left:
-            await self._in_store(self._store.forget_uses, {document.entry for document in left})
+        try:
+            if left:
+                await self._in_store(self._store.forget_uses, {it.entry for it in left})
+        except UnavailableError as error:  # the documents have left all the same
+            logger.warning("segment reuse: old counts stay until the next start: %s", error)
 
     @contextlib.contextmanager
     def _claim(self, base: str, ids: Iterable[str]) -> Iterator[None]:
