@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from segreuse_extras.healing.alarm import Alarm
 from segreuse_extras.healing.options import HealingServer
 from segreuse_extras.healing.turns import Turn, Unhealed
 from vllm_segreuse.engine.priorities import LAST_PRIORITY
@@ -48,8 +49,8 @@ class Healing(Feature, OwnRequests):
         self._most = most
         self._after_s = after_s
         self._clock = clock
-        self._needed_s = clock()  # when somebody last needed the engine
-        self._is_paused = False
+        self._alarm = Alarm(clock)
+        self._begins_s = clock() + after_s  # unless somebody needs the engine before
         self.turns = Unhealed(lambda outcome: core.stats.inc("healings_total", outcome=outcome))
         self._part: _HealedPart | None = None
         self._number = 0
@@ -64,7 +65,7 @@ class Healing(Feature, OwnRequests):
         if self._part is not None and request.request_id == self._part.request_id:
             self._ended(ending.is_complete)
             return
-        self._needed_s = self._clock()
+        self._begins_anew()
         if tracked is None or tracked.donor_depth < 0 or not _is_answered(ending):
             return
         if tracked.is_required or tracked.names_documents:
@@ -89,20 +90,23 @@ class Healing(Feature, OwnRequests):
 
     def to_add(self, running: int, waiting: int, is_paused: bool) -> Iterable[Request]:
         """The next part, where nobody needs the engine, nor has for some time."""
-        self._is_paused = is_paused
-        others = running + waiting - (self._part is not None)
-        if others > 0:
-            self._needed_s = self._clock()
-        if others > 0 or is_paused or self._part is not None or not self._has_rested():
-            return
-        while (turn := self.turns.next) is not None:
-            part = self._next_part(turn)
-            if part is not None:
-                yield part
-                return
+        if running + waiting > (self._part is not None):
+            self._begins_anew()
+        elif not self._has_rested():
+            if len(self.turns) > 0 and self.wake is not None:
+                self._alarm.set(self._begins_s, self.wake)
+        elif self._part is None and not is_paused:
+            while (turn := self.turns.next) is not None:
+                part = self._next_part(turn)
+                if part is not None:
+                    yield part
+                    return
+
+    def _begins_anew(self) -> None:
+        self._begins_s = self._clock() + self._after_s
 
     def _has_rested(self) -> bool:
-        return self._clock() - self._needed_s >= self._after_s
+        return self._clock() >= self._begins_s
 
     def _next_part(self, turn: Turn) -> Request | None:
         """What is to be computed of a turn next; None: it has ended."""
@@ -126,8 +130,10 @@ class Healing(Feature, OwnRequests):
         return int(holes[0]) if holes.size else turn.num_blocks
 
     def has_pending_work(self) -> bool:
-        """Whether turns wait for idle time: an engine that does not step has none."""
-        return len(self.turns) > 0 and not self._is_paused
+        """Whether turns wait, and the engine has been idle for long enough. Until then it sleeps,
+        if it can be woken."""
+        rests = self.wake is not None and not self._has_rested()
+        return len(self.turns) > 0 and not rests and not self.is_paused()
 
     def to_abort(self) -> Iterable[str]:
         """The part that runs, if there is one."""

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -53,16 +56,38 @@ def test_engine_without_our_connector_says_so(connector: Any) -> None:
 def test_an_engine_that_is_told_to_end_does_nothing_more_for_nobody(is_running: bool) -> None:
     """It would go on until that is done."""
     happened: list[Any] = []
-    side = SimpleNamespace(resetting=lambda: happened.append("given up") or ["part"])
+    side = SimpleNamespace(
+        resetting=lambda: happened.append("given up") or ["part"],
+        steps_by=lambda wake, is_paused: None,
+    )
     scheduler = SimpleNamespace(
         connector=SimpleNamespace(scheduler_side=side),
         finish_requests=lambda *given: happened.append(given),
     )
-    engine = SimpleNamespace(is_running=lambda: is_running, scheduler=scheduler)
+    engine = SimpleNamespace(
+        is_running=lambda: is_running, scheduler=scheduler, input_queue=Queue()
+    )
     ends = _handle_shutdown(lambda self: happened.append("asked") or True)
     assert ends(engine) is True
     given_up = ["given up", (["part"], RequestStatus.FINISHED_ABORTED)]
     assert happened == [*given_up * (not is_running), "asked"]
+
+
+def test_an_engine_that_sleeps_is_woken_by_a_message_of_vllms_own() -> None:
+    given: list[Any] = []
+    side = SimpleNamespace(steps_by=lambda *functions: given.extend(functions))
+    scheduler = SimpleNamespace(
+        connector=SimpleNamespace(scheduler_side=side), pause_state=PauseState.UNPAUSED
+    )
+    engine = SimpleNamespace(is_running=lambda: True, scheduler=scheduler, input_queue=Queue())
+    _handle_shutdown(lambda self: True)(engine)
+    wake, is_paused = given
+    assert engine.input_queue.empty()
+    wake()
+    assert engine.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
+    assert not is_paused()
+    scheduler.pause_state = PauseState.PAUSED_ALL
+    assert is_paused(), "as it is now"
 
 
 def test_another_connectors_engine_ends_as_vllm_ends_it() -> None:

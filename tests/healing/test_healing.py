@@ -115,7 +115,7 @@ def test_an_engine_heals_that_nobody_has_needed_for_some_time(clock: Clock) -> N
     world = resting_world()
     clock.now += 9.9
     assert next_part(world) is None
-    assert world.side.has_pending_work, "an engine that does not step would not see the time"
+    assert world.side.has_pending_work, "an engine that nobody wakes would not see the time"
     clock.now += 0.1
     part = next_part(world)
     assert part is not None
@@ -154,16 +154,60 @@ def test_an_own_part_is_no_need(clock: Clock) -> None:
 
 
 def test_an_engine_without_turns_or_paused_need_not_step() -> None:
-    world = world_of()
+    world, paused = world_of(), False
+    world.side.steps_by(lambda: None, lambda: paused)
     assert not world.side.has_pending_work
     turn(world, TURN)
     assert world.side.has_pending_work
-    assert not [*world.side.take_requests(0, 0, True)]
+    paused = True
     assert not world.side.has_pending_work
-    world.side.take_requests(1, 0, False)
-    assert world.side.has_pending_work
+    assert not [*world.side.take_requests(0, 0, True)]
+    paused = False
+    assert world.side.has_pending_work, "nobody steps between a pause and its end"
     world.side.resetting()
     assert not world.side.has_pending_work
+
+
+class Alarms:
+    """In place of the alarm of worlds to come: when it was set for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.set_for: list[float] = []
+        monkeypatch.setattr(healing, "Alarm", lambda clock: self)
+
+    def set(self, when_s: float, wake: Any) -> None:
+        self.set_for.append(when_s)
+        wake()
+
+
+def test_an_engine_that_can_be_woken_sleeps_until_it_has_rested(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarms, woken = Alarms(monkeypatch), list[float]()
+    world = resting_world()
+    world.side.steps_by(lambda: woken.append(clock.now), lambda: False)
+    assert next_part(world) is None
+    assert not world.side.has_pending_work
+    assert next_part(world, running=1) is None
+    assert (alarms.set_for, woken) == ([110.0], [100.0]), "who works needs no alarm"
+    clock.now += 10
+    assert world.side.has_pending_work
+    part = next_part(world)
+    assert part is not None
+    assert next_part(world, running=1) is None
+    compute(world, part)
+    assert next_part(world) is not None
+    assert alarms.set_for == [110.0], "nor who heals"
+
+
+def test_an_engine_without_turns_sets_no_alarm(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarms = Alarms(monkeypatch)
+    world = world_of(heal_after_s=10.0)
+    world.side.steps_by(lambda: None, lambda: False)
+    assert next_part(world) is None
+    assert not alarms.set_for
 
 
 def test_one_part_at_a_time() -> None:

@@ -74,10 +74,6 @@ class Prompt:
             self._hashes = window_hashes(self.tokens, width)
         return self._hashes
 
-    def found_by(self, resident_blocks: Callable[[int, int], IntArray]) -> Prompt:
-        """The same prompt, whose resident blocks are looked up in another way."""
-        return replace(self, resident_blocks=resident_blocks)
-
     def with_tokens(self, tokens: IntArray) -> Prompt:
         """The same request once it has other tokens, placeholders of images among them; of what was
         computed only slots are kept."""

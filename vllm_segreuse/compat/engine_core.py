@@ -9,6 +9,7 @@
   just then, vLLM goes on with them, and the scheduler's half is told: it reuses nothing of before.
 - An engine that is told to end goes on while its connector has work. Ours gives up what it would do
   in idle time, which may take minutes: vLLM kills the engine before that.
+- An engine without work sleeps until a message comes. Ours may wake it, once it has been idle.
 
 Obsolete when methods of the scheduler's connector can be called from the API server, and vLLM tells
 connectors that weights have changed, and that the engine is to end. None filed that we know of;
@@ -17,12 +18,12 @@ endpoint plugins (vllm-project/vllm#46565) leave the engine's side to patches.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm_segreuse.compat.patching import add_method, wrap
-from vllm_segreuse.compat.scheduler import abort_own, scheduler_side
+from vllm_segreuse.compat.scheduler import abort_own, is_paused, scheduler_side
 
 CHANGING = (
     *("reload_weights", "start_weight_update", "start_draft_weight_update", "update_weights"),
@@ -51,7 +52,14 @@ def install(digest: Digest) -> None:
 
 
 def _handle_shutdown(original: Callable[..., bool]) -> Callable[..., bool]:
+    from vllm.v1.engine import EngineCoreRequestType
+
+    # Called before each step.
     def handle_shutdown(self: Any) -> bool:
+        side = scheduler_side(self.scheduler.connector)
+        if side is not None:
+            wake = partial(self.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None))
+            side.steps_by(wake, partial(is_paused, self.scheduler))
         if not self.is_running():
             abort_own(self.scheduler)
         return original(self)
@@ -83,7 +91,7 @@ def _digests(core: Any, digest: Digest) -> list[Any] | None:
     if executor.is_sleeping:
         return None
     try:
-        found = executor.collective_rpc(functools.partial(_digest_of, digest))
+        found = executor.collective_rpc(partial(_digest_of, digest))
     except Exception:  # the call before it may have left a worker that does not answer
         return None
     return None if None in found else list(found)

@@ -51,7 +51,8 @@ def _allocate_slots(original: Callable[..., Any]) -> Callable[..., Any]:
         more = {"num_lookahead_tokens": max(_lookahead(options), ahead - num_new_tokens)}
         allocate = partial(original, self, request, num_new_tokens, **options | more)
         if pool.siblings is not None and options.get("num_external_computed_tokens"):
-            allocate = partial(_with_all_blocks, pool, _local(request, options), allocate)
+            local = int(request.num_computed_tokens + options.get("num_new_computed_tokens", 0))
+            allocate = partial(_with_all_blocks, pool, local, allocate)
         allocated, needed = allocate(), 0
         while allocated is None and not pool.is_closed:
             needed = _blocks_needed(self, request, num_new_tokens, options)
@@ -135,11 +136,6 @@ def _with_all_blocks(pool: SegmentBlockPool, start: int, allocate: Callable[[], 
         return allocate()
     finally:
         pool.window_end = None
-
-
-def _local(request: Any, options: dict[str, Any]) -> int:
-    """Tokens of a request that are computed or in its prefix hit."""
-    return int(request.num_computed_tokens + options.get("num_new_computed_tokens", 0))
 
 
 def _computed(request: Any, options: dict[str, Any]) -> int:

@@ -59,7 +59,7 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         failed = [] if side is None else _finish(self, side.take_failed())
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         if side is not None:
-            for request in side.take_requests(*self.get_request_counts(), _is_paused(self)):
+            for request in side.take_requests(*self.get_request_counts(), is_paused(self)):
                 self.add_request(request)
             _report(failed + _finish(self, side.take_failed()), outputs)
         return outputs
@@ -83,7 +83,8 @@ def _handle_stopped_request(original: Callable[..., bool]) -> Callable[..., bool
     return handle_stopped_request
 
 
-def _is_paused(scheduler: Any) -> bool:
+def is_paused(scheduler: Any) -> bool:
+    """Whether new requests, or all, have to wait."""
     from vllm.v1.core.sched.interface import PauseState
 
     return bool(scheduler.pause_state != PauseState.UNPAUSED)

@@ -241,7 +241,15 @@ class Feature:
 
 
 class OwnRequests:
-    """A feature that has requests of its own computed, or ends those of others."""
+    """A feature that has requests of its own computed, or ends those of others.
+
+    Attributes:
+        wake: has an idle engine step; from any thread. None: it steps when it is told to.
+        is_paused: whether none of the engine's requests runs now.
+    """
+
+    wake: Callable[[], None] | None = None
+    is_paused: Callable[[], bool] = staticmethod(lambda: False)
 
     def to_add(self, running: int, waiting: int, is_paused: bool) -> Iterable[Request]:
         """A step is over: requests to add.

@@ -268,6 +268,11 @@ class SchedulerSide:
         """The prefix cache is about to be reset, or the engine to end: requests to be aborted."""
         return self._asked(lambda it: it.to_abort())
 
+    def steps_by(self, wake: Callable[[], None], is_paused: Callable[[], bool]) -> None:
+        """The engine steps by itself, and sleeps while it is idle (`OwnRequests`)."""
+        for feature in self._own:
+            feature.wake, feature.is_paused = wake, is_paused
+
     def _asked(self, ask: Callable[[OwnRequests], Iterable[Any]]) -> list[Any]:
         found: list[Any] = []
         for feature in self._own:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm_segreuse.features.tier.own_prefix import OwnPrefix
@@ -35,7 +36,7 @@ class Tiering(Feature):
         tracked, mode = arriving.tracked, arriving.tracked.mode
         self.store.recall(tracked.prompt.namespace, arriving.key)
         resident = OwnPrefix(arriving.request, self._pool, self.store.exact_entry)
-        tracked.prompt = tracked.prompt.found_by(resident)
+        tracked.prompt = replace(tracked.prompt, resident_blocks=resident)
         may = not isinstance(mode, Bypass) or mode.restores
         tracked.restores = arriving.may_restore and may
 
