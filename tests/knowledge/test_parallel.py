@@ -178,6 +178,23 @@ def test_what_an_engine_wants_back_returns() -> None:
     run(test)
 
 
+def test_one_engines_error_is_told_once_all_have_ended() -> None:
+    """What freezes blocks is given back next, and would be frozen on the others thereafter."""
+    ended: list[int | None] = []
+
+    class Failing(ParallelEngines):
+        async def answer_on(self, rank: int | None, *_: Any, **__: Any) -> Any:
+            if rank == 0:
+                raise UnavailableError("the first one fails")
+            await asyncio.sleep(0)
+            ended.append(rank)
+
+    engines: Any = Failing(Client(FakeEngine(), FakeEngine()), 2)
+    with pytest.raises(UnavailableError, match="the first one fails"):
+        asyncio.run(engines.answers([1, 2], {}))
+    assert ended == [1]
+
+
 def test_only_requests_of_others_count_as_such() -> None:
     client = Client(FakeEngine(), FakeEngine())
     engines = ParallelEngines(client, 2)

@@ -8,7 +8,7 @@ computes every document, and a document is warm once it is so on all of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_segreuse.features.knowledge.answers import State
@@ -39,21 +39,15 @@ class ParallelEngines(ServedEngine):
         Returns:
             Whether it is frozen on all.
         """
-        ranks = range(self._number)
-        computing = (self.compute_on(rank, tokens, extra_key, order) for rank in ranks)
-        # All have ended before anything is said of one: the next order may be for the same entry.
-        found = await asyncio.gather(*computing, return_exceptions=True)
-        if failed := [one for one in found if isinstance(one, BaseException)]:
-            raise failed[0]
-        return all(found)
+        computing = (self.compute_on(it, tokens, extra_key, order) for it in range(self._number))
+        return all(await _of_all(computing))
 
     async def answers(
         self, tokens: list[int], extra_args: Mapping[str, Any], **sampling: Any
     ) -> list[Answer]:
         """Of every engine."""
         ranks = range(self._number)
-        asked = (self.answer_on(rank, tokens, extra_args, **sampling) for rank in ranks)
-        return list(await asyncio.gather(*asked))
+        return await _of_all(self.answer_on(it, tokens, extra_args, **sampling) for it in ranks)
 
     async def frozen(self) -> dict[str, Any]:
         """Of all engines (`merged`)."""
@@ -62,6 +56,14 @@ class ParallelEngines(ServedEngine):
     async def unfreeze(self, entries: list[str]) -> None:
         """On every engine."""
         await call_schedulers(self._client, "segreuse_call", "unfreeze", entries)
+
+
+async def _of_all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Nothing is said of one before all have ended: the next order may be for the same entry."""
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    if failed := [one for one in found if isinstance(one, BaseException)]:
+        raise failed[0]
+    return found
 
 
 _LEAST = ("total", "free", "limit", "frozen_limit")
