@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from vllm_segreuse.compat import detokenizer
-from vllm_segreuse.compat.detokenizer import MOST_TOKENS, end_of
+from vllm_segreuse.compat.detokenizer import MOST_PARTS, MOST_TOKENS, end_of
 
 SAMPLE = "The quick brown fox, naïve and coöperative, jumps over 42 lazy dogs. " * 3
 SPECIAL = ["<|start|>", "<|end|>"]
@@ -154,6 +154,32 @@ def test_it_begins_with_a_token_that_is_text_by_itself() -> None:
     end, incomplete = end_of(range(99), decode)
     assert [*end, *incomplete] == [*range(99)]
     assert end == [0]
+
+
+@pytest.mark.parametrize("text", [0, 1])
+def test_an_end_that_is_no_part_of_a_character_is_not_read_again_and_again(text: int) -> None:
+    """Such as bytes that are none, or a file that was decoded with errors replaced."""
+    read: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        read.append(len(ids))
+        return "".join("x" if token < text else "\ufffd" for token in ids)
+
+    assert end_of(range(2000), decode) == ([*range(text)], [*range(text, 2000)])
+    assert sum(read) < 10 * 2000
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("times", [1, 3, 4, 100])
+def test_an_answer_begins_with_three_of_the_tokens_that_are_no_characters(
+    name: str, times: int
+) -> None:
+    """vLLM reads them anew with each of them that is given to it."""
+    tokenizer = TOKENIZERS[name]
+    fox = tokenizer.encode(" fox").ids
+    half = tokenizer.encode("日").ids[0]
+    texts = answer(tokenizer, [*fox, *[half] * times], fox, stock=False)
+    assert "".join(texts) == "\ufffd" * min(times, MOST_PARTS) + " fox"
 
 
 def test_prompts_without_tokens_are_left_to_vllm() -> None:

@@ -6,7 +6,7 @@ ms at 16,384 tokens, in the API server, while all its other answers wait. Text d
 tokens before it. What is read begins with a token that is text by itself, so that no character, and
 no run of bytes that stand for characters, is cut. Where a prompt ends within a character vLLM
 answers with all of the prompt first (vllm-project/vllm#48853); here the answer begins with the
-tokens that are not complete.
+tokens that are not complete, three at most.
 
 Obsolete when vLLM reads the end only: vllm-project/vllm#51281 and vllm-project/vllm#57330.
 """
@@ -21,6 +21,9 @@ from vllm_segreuse.compat.patching import wrap
 
 MOST_TOKENS = 32
 """Of the prompt, unless no token begins there that is text by itself."""
+
+MOST_PARTS = 3
+"""Tokens of a character of four bytes that is not complete."""
 
 _PART = "\N{REPLACEMENT CHARACTER}"
 
@@ -48,6 +51,9 @@ def end_of(ids: Sequence[int], decode: Decode) -> tuple[list[int], list[int]]:
     whole = len(end)
     while whole and decode(end[:whole]).endswith(_PART):
         whole -= 1
+        # More are no part of a character, and may be thousands: they are not tried one by one.
+        while whole and len(end) - whole > MOST_PARTS and not _is_text(decode([end[whole - 1]])):
+            whole -= 1
     return end[:whole], end[whole:]
 
 
@@ -67,7 +73,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             request = copy.copy(request)
             request.prompt_token_ids, incomplete = end_of(request.prompt_token_ids, decode)
         original(self, tokenizer, request, *args, **kwargs)
-        for token in incomplete:
+        for token in incomplete[-MOST_PARTS:]:
             self._protected_step(token)
 
     return init

@@ -28,7 +28,8 @@ def check_pages(pages: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) ->
     """
     first = pages[0]
     if first.dtype not in dtypes:
-        raise ValueError(f"pages are {first.dtype}; the kernel knows {_names(dtypes)}")
+        known = ", ".join(map(str, dtypes))
+        raise ValueError(f"pages are {first.dtype}; the kernel knows {known}")
     wanted = (first.dtype, first.device, first.shape, first.stride())
     for index, layer in enumerate(pages):
         found = (layer.dtype, layer.device, layer.shape, layer.stride())
@@ -437,7 +438,3 @@ def check_range(name: str, tensor: torch.Tensor, end: int, start: int = 0) -> No
     lowest, highest = (int(number) for number in tensor.aminmax())
     if lowest < start or highest >= end:
         raise ValueError(f"{name} are from {lowest} to {highest}; expected {start} to {end - 1}")
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype) for dtype in dtypes)

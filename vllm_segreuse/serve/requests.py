@@ -315,7 +315,10 @@ def admit_body(body: dict[str, Any]) -> None:
         return  # vLLM refuses it
     parse_request(xargs, _ANY_SERVER)
     if xargs:
-        body[XARGS] = xargs = {key: _carried(key, value) for key, value in xargs.items()}
+        # vLLM carries no null: that of an option of ours becomes a text.
+        nulls = {key for key, value in xargs.items() if value is None and key != DOCUMENTS}
+        texts = {key: NULL for key in nulls if key.startswith(OPTION_PREFIX)}
+        body[XARGS] = xargs = {**xargs, **texts}
     extra_keys = parse_extra_keys(body.pop(EXTRA_KEYS, None))
     if extra_keys is None:
         return
@@ -324,9 +327,3 @@ def admit_body(body: dict[str, Any]) -> None:
             EXTRA_KEYS, f"{EXTRA_KEYS} is given twice, at the top level and in {XARGS}: drop one"
         )
     body[XARGS] = {**(xargs or {}), EXTRA_KEYS: list(extra_keys)}
-
-
-def _carried(key: str, value: Any) -> Any:
-    """A value of `vllm_xargs` as vLLM carries it: null of an option of ours becomes a text."""
-    is_null = value is None and key.startswith(OPTION_PREFIX) and key != DOCUMENTS
-    return NULL if is_null else value
