@@ -52,7 +52,8 @@ def _page(request: Request, template: str, status: int = 200, **values: Any) -> 
         pid=os.getpid(),
         **values,
     )
-    return HTMLResponse(shown, status, HEADERS)
+    # Clients choose ids of requests, and JSON may hold half of a surrogate pair.
+    return HTMLResponse(shown.encode(errors="replace"), status, HEADERS)
 
 
 def _to(request: Request, page: str) -> RedirectResponse:

@@ -247,6 +247,15 @@ def test_a_request_that_was_not_explained_has_its_report(known: TestClient, app:
     assert "it has no report" in known.get(f"{UI}/requests").text
 
 
+def test_an_id_that_is_half_a_character_breaks_no_page(known: TestClient, app: FastAPI) -> None:
+    """JSON may hold one, and vLLM takes it as the id of a request."""
+    handle(app.state.admin.state.recent, "a\ud800b")
+    shown = known.get(f"{UI}/requests/1")
+    assert shown.status_code == 200
+    assert shown.headers["content-type"] == "text/html; charset=utf-8"
+    assert "a?b, began" in shown.text
+
+
 def test_a_hundred_knowledge_bases_are_on_a_page(known: TestClient) -> None:
     admin = UI.removesuffix("/ui")
     for number in range(101):
