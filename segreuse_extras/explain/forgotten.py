@@ -8,7 +8,7 @@ is remembered of one namespace can be asked for in that one only. The newest rep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntFlag
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from vllm_segreuse.plan import BoolArray
 from vllm_segreuse.scheduling.donors import Follower
 
 
-class Why(IntEnum):
+class Why(IntFlag):
     """Why a block does not donate; 0 marks an entry that was never used."""
 
     EVICTED = 1
@@ -54,6 +54,7 @@ class Forgotten(Follower):
         self._why = np.zeros(capacity, np.uint8)
         self._next = 0
         self.removed(())  # compiled by now, not in a step
+        flags_of(self._marks[:0], self._marks, self._why)
 
     def removed(self, block_ids: Sequence[int]) -> None:
         """Note them, in all namespaces."""
@@ -84,11 +85,46 @@ class Forgotten(Follower):
         size = self._index.block_size
         anchors = window_anchors(prompt.tokens, size)
         marks = self._marks_of(prompt.namespace, prompt.hashes(size), anchors)
-        return {why: np.isin(marks, self._marks[self._why == why]) for why in Why}
+        found = flags_of(marks, self._marks, self._why)
+        return {why: (found & why) > 0 for why in Why}
 
     def _marks_of(self, namespace: int, hashes: HashArray, anchors: AnchorArray) -> HashArray:
         keys = hashes.astype(np.uint32).astype(np.uint64)
         return (keys << np.uint64(32) | anchors) ^ np.uint64(self._namespaces.digest(namespace))
+
+
+@kernel
+def flags_of(
+    wanted: HashArray, marks: HashArray, flags: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint8]:
+    """Flags of all marks that are equal to each of those wanted; 0 where none is.
+
+    In time linear in both: a request that waits for room is explained anew in each step, and there
+    are hundreds of thousands of marks.
+    """
+    size = 2
+    while size < 2 * wanted.size:
+        size *= 2
+    keys, is_taken = np.zeros(size, np.uint64), np.zeros(size, np.bool_)
+    found = np.zeros(size, np.uint8)
+    cells = np.empty(wanted.size, np.int64)
+    for i in range(wanted.size):
+        cells[i] = _cell_of(wanted[i], keys, is_taken)
+        keys[cells[i]], is_taken[cells[i]] = wanted[i], True
+    for i in range(marks.size):
+        cell = _cell_of(marks[i], keys, is_taken)
+        if is_taken[cell]:
+            found[cell] |= flags[i]
+    return found[cells]
+
+
+@kernel
+def _cell_of(mark: np.uint64, keys: HashArray, is_taken: BoolArray) -> int:
+    """The cell of a mark in an open hash table, or the free one where it would be."""
+    cell = np.int64((mark * np.uint64(GOLDEN)) >> np.uint64(32)) & (keys.size - 1)
+    while is_taken[cell] and keys[cell] != mark:
+        cell = (cell + 1) & (keys.size - 1)
+    return cell
 
 
 @kernel

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from segreuse_extras.explain.forgotten import Forgotten, Why
+from segreuse_extras.explain.forgotten import Forgotten, Why, flags_of
 from vllm_segreuse.cache.index import SegmentIndex
 from vllm_segreuse.cache.matcher import indexed_windows
 from vllm_segreuse.cache.prompt import Prompt
@@ -229,7 +229,9 @@ class Reasons:
             is_fresh = is_known & (self._index.nodes["born"][oldest] == self._index.step)
             forgotten = self._forgotten.windows(self._prompt)
             keys = self._prompt.hashes(self._index.block_size).astype(np.uint32)
-            shared = np.isin(keys, self._index.known.keys_of_gone(self._prompt.namespace))
+            gone = self._index.known.keys_of_gone(self._prompt.namespace)
+            ones = np.ones(gone.size, np.uint8)
+            shared = flags_of(keys.astype(np.uint64), gone.astype(np.uint64), ones) > 0
             elsewhere = np.zeros_like(is_known)
             for namespace in self._other_adapters:
                 elsewhere |= self._indexed(namespace) >= 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segreuse_extras.explain.forgotten import Forgotten, Why
+from segreuse_extras.explain.forgotten import Forgotten, Why, flags_of
 from segreuse_extras.explain.reasons import (
     Reasons,
     Stretch,
@@ -327,3 +327,15 @@ def test_only_text_that_was_found_is_unused(start: int, stop: int, reason: str) 
 def test_text_of_a_block_may_be_found(tokens: int, reason: str, world: World) -> None:
     found = world.explain([*range(300, 300 + tokens), 7], world.mine)
     assert found[0] == new(0, tokens, reason)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 300])
+@pytest.mark.parametrize("shift", [0, 32, 58])
+def test_flags_are_those_of_all_equal_marks(wanted: int, shift: int) -> None:
+    """Marks that collide in the table among them, zero, and some that are there twice."""
+    rng = np.random.default_rng(7)
+    some = rng.integers(0, 60, wanted).astype(np.uint64) << np.uint64(shift)
+    marks = rng.integers(0, 60, 50).astype(np.uint64) << np.uint64(shift)
+    flags = rng.integers(0, 4, 50).astype(np.uint8)
+    expected = [int(np.bitwise_or.reduce(flags[marks == it], initial=0)) for it in some]
+    assert flags_of(some, marks, flags).tolist() == expected
