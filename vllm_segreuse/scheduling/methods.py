@@ -81,7 +81,13 @@ class Methods:
     ) -> Recipe | None:
         """What a policy computes of what was found. None: that is no less work than to compute
         everything, where `work` counts it."""
-        situation = Situation(
+        recipe = POLICIES[options.policy](self.situation(options, reused, segments))
+        everything = len(reused) * self.layers.in_all
+        return None if work is not None and work(recipe) >= everything else recipe
+
+    def situation(self, options: PolicyOptions, reused: BoolArray, segments: Segments) -> Situation:
+        """What a policy is given of what was found."""
+        return Situation(
             reused=reused,
             segments=segments,
             block_size=self._block_size,
@@ -90,9 +96,6 @@ class Methods:
             dense_layers=options.dense_layers,
             overflow_tokens=options.overflow_tokens,
         )
-        recipe = POLICIES[options.policy](situation)
-        everything = len(reused) * self.layers.in_all
-        return None if work is not None and work(recipe) >= everything else recipe
 
     def work_of(self, options: PolicyOptions) -> Callable[[Recipe], int] | None:
         """What counts the work of a recipe. None: a share that is given is taken as it is."""

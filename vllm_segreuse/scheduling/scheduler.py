@@ -162,10 +162,8 @@ class SchedulerSide:
     def saved_tokens(self, request: Request) -> int:
         """Tokens of the request's plan that are not computed."""
         tracked = self._planner.get(request.request_id)
-        if tracked is None or tracked.plan is None:
-            return 0
-        plan = tracked.plan
-        return plan.num_restored + plan.num_reused - plan.num_recomputed
+        plan = None if tracked is None else tracked.plan
+        return 0 if plan is None else plan.num_restored + plan.num_reused - plan.num_recomputed
 
     def call_back(self, request: Request) -> None:
         """vLLM takes the blocks from a request whose spread plan is under way, or just done.
@@ -207,11 +205,7 @@ class SchedulerSide:
     # Steps.
 
     def take_step(self, runs_model: bool) -> Step:
-        """The scheduling step is over.
-
-        Args:
-            runs_model: whether it has a forward.
-        """
+        """The scheduling step is over, whether or not it has a forward (`runs_model`)."""
         plans = self._planner.take_plans()
         self.parts.donors.begin_step()
         self._core.pool.begin_step()
