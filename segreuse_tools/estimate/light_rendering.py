@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -111,8 +112,9 @@ class BodyPrompts:
     def _answer(self, where: str, line: Logged) -> int:
         if line.answer is not None:
             return max(1, len(self._tokenizer.completion(where, line.answer)))
-        name = "max_completion_tokens" if "max_completion_tokens" in line.body else "max_tokens"
-        return min(_number(where, line.body, name, self.answer_tokens), self.answer_tokens)
+        usual = _number(where, line.body, "max_tokens", self.answer_tokens)
+        most = _number(where, line.body, "max_completion_tokens", usual)
+        return min(most, self.answer_tokens)
 
 
 class ChatTokenizer:
@@ -133,6 +135,9 @@ class ChatTokenizer:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # of no class of its own
             raise InputError(f"cannot read {file}: {error}") from None
+        # Training leaves both in the file, and transformers turns them off for each call.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         config = _json(folder / "tokenizer_config.json")
         self._special = {
             name: token.get("content", "") if isinstance(token, dict) else token
@@ -159,6 +164,7 @@ class ChatTokenizer:
         variables = {
             "messages": [_plain(message) for message in body["messages"]],
             "tools": body.get("tools"),
+            "documents": body.get("documents"),
             "add_generation_prompt": body.get("add_generation_prompt", True),
             **self._special,
             **(kwargs if isinstance(kwargs, dict) else {}),
@@ -191,7 +197,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> Any:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation()]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
@@ -202,9 +208,37 @@ def _template(folder: Path, config: Mapping[str, Any]) -> Any:
         raise InputError(f"the chat template of {folder} is none: {error}") from None
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _generation() -> type[Any]:
+    """A tag of `transformers`: around what training counts, which is rendered as it is."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """`{% generation %}` to `{% endgeneration %}`."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """As `transformers` has it: jinja2's own escapes what HTML would misread."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -239,12 +273,31 @@ def _texts(where: str, messages: Any) -> Iterator[str]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is one text, as templates expect."""
-    content = message.get("content")
+    """A message whose content is one text, and whose calls of tools have their arguments as an
+    object, as templates expect (vLLM's `renderers/chat_utils.py`)."""
+    content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         parts = [part["text"] if isinstance(part, dict) else part for part in content]
         content = "\n".join(parts)
-    return {**message, "content": content}
+    plain = {**message, "content": content}
+    if message["role"] == "assistant" and isinstance(calls, list):
+        plain["tool_calls"] = [_called(call) for call in calls]
+        if not calls:
+            del plain["tool_calls"]
+    return plain
+
+
+def _called(call: Any) -> Any:
+    """A call of a tool; bodies have its arguments as JSON in a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    known = arguments if isinstance(arguments, dict) else {}
+    return {**call, "function": {**function, "arguments": known}}
 
 
 def _session(body: Mapping[str, Any]) -> str | None:

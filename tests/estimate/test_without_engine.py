@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as FromBytes
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from bench.harness import REPOSITORY
 from bench.shapes import make_model
@@ -84,6 +88,11 @@ def test_the_table_and_json_say_the_same(trace: Path, run: Any) -> None:
         cells = [row.removeprefix(name).split() for row in rows]
         field = field or "any_position_share"
         assert cells[0] == [f"{row[field]:.1%}" for row in found["sizes"]]
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_has_enough_is_no_error(form: list[str], trace: Path, to_nobody: Any) -> None:
+    assert to_nobody(lambda: cli.main([str(trace), "--policy", "shift", *form])) == (1, "")
 
 
 def test_a_slice_begins_with_empty_caches(trace: Path, run: Any) -> None:
@@ -413,20 +422,41 @@ def test_a_bad_text_is_named_and_counted(line: Any, why: str, tmp_path: Path, ru
     assert "line 2" in err
 
 
+def write_tokenizer(folder: Path, **config: Any) -> Path:
+    """A tokenizer of bytes, so that the text can be read off the tokens."""
+    letters = {letter: id for id, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(letters, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = FromBytes()
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def text_of(folder: Path, template: Any = None, **body: Any) -> str:
+    """What a template makes of a conversation; None: the folder's own."""
+    if template is not None:
+        write_tokenizer(folder, chat_template=template)
+    tokens = ChatTokenizer(folder).chat("here", {"messages": WHO} | body)
+    return str(Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens.tolist()))
+
+
+WHO = [{"role": "user", "content": "Who?"}]
+
+
 def test_the_chat_template_is_that_of_the_tokenizer(tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text((LAB / name).read_text(encoding="utf-8"))
     template = (
         "{{ bos_token }}{% for it in messages %}{{ it.role }}: {{ it.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
+    write_tokenizer(tmp_path, bos_token="<bos>", chat_template="another")
     (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = ChatTokenizer(tmp_path)
     parts = [{"type": "text", "text": "Who"}, {"type": "text", "text": "signs?"}]
-    body = {"messages": [{"role": "user", "content": parts}]}
-    text = "<bos>user: Who\nsigns?\nassistant:"
-    expected = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
-    assert tokenizer.chat("here", body).tolist() == expected
+    messages = [{"role": "user", "content": parts}]
+    text = "<bos>user: Who\nsigns?\n"
+    assert text_of(tmp_path, messages=messages) == f"{text}assistant:"
+    assert text_of(tmp_path, messages=messages, add_generation_prompt=False) == text
 
 
 def prompts_of(tmp_path: Path, *lines: Any, keys: tuple[str, ...] = ()) -> list[PromptTokens]:
@@ -441,6 +471,9 @@ def test_answers_are_as_long_as_they_were_or_may_be(tmp_path: Path) -> None:
         ({"max_tokens": 128}, 128),
         ({"max_tokens": 129}, 128),
         ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
+        ({"max_completion_tokens": None, "max_tokens": 9}, 9),
+        ({"max_completion_tokens": 5, "max_tokens": None}, 5),
+        ({"max_completion_tokens": None, "max_tokens": None}, 128),
         ({"max_tokens": 9, "answer": ""}, 1),
         ({"max_tokens": 1, "answer": "Who may sign?"}, 0),
     ]
@@ -500,30 +533,83 @@ def test_prompts_have_the_session_the_documents_and_the_namespace_of_their_body(
     ]
 
 
-def write_tokenizer(folder: Path, **config: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text((LAB / "tokenizer.json").read_text(encoding="utf-8"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def rendered(folder: Path, text: str) -> bool:
-    """Whether a conversation of one message becomes this text."""
-    tokenizer = ChatTokenizer(folder)
-    body = {"messages": [{"role": "user", "content": "<é>"}], "tools": [{"name": "é"}]}
-    expected = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
-    return tokenizer.chat("here", body).tolist() == expected
-
-
 def test_templates_may_stand_in_the_tokenizers_configuration(tmp_path: Path) -> None:
     plain = "{{ messages[0].content }} {{ tools | tojson }}{{ eos_token }}"
-    text = '<é> [{"name": "é"}]!'
-    eos = {"eos_token": {"content": "!"}}
-    assert rendered(write_tokenizer(tmp_path / "a", chat_template=plain, **eos), text)
+    said = {"messages": [{"role": "user", "content": "<é>"}], "tools": [{"name": "<é>"}]}
+    text, eos = '<é> [{"name": "<é>"}]!', {"eos_token": {"content": "!"}}
+    folder = write_tokenizer(tmp_path, chat_template=plain, **eos)
+    assert text_of(folder, **said) == text
     named = [{"name": "rag", "template": "x"}, {"name": "default", "template": plain}]
-    assert rendered(write_tokenizer(tmp_path / "b", chat_template=named, eos_token="!"), text)
+    write_tokenizer(folder, chat_template=named, eos_token="!")
+    assert text_of(folder, **said) == text
     blocks = "  {% for it in messages %}\n{{ it.role }}\n  {% break %}\n{% endfor %}\n"
-    assert rendered(write_tokenizer(tmp_path / "c", chat_template=blocks), "user\n")
+    assert text_of(folder, blocks, **said) == "user\n"
+
+
+def test_templates_get_the_documents_of_a_body(tmp_path: Path) -> None:
+    template = "{% for it in documents or [] %}{{ it.text }};{% endfor %}{{ messages[0].content }}"
+    documents = [{"text": "May"}, {"text": "June"}]
+    assert text_of(tmp_path, template, documents=documents) == "May;June;Who?"
+    assert text_of(tmp_path, template) == "Who?"
+
+
+def test_templates_may_say_how_json_is_written(tmp_path: Path) -> None:
+    template = (
+        "{{ tools | tojson(ensure_ascii=False) }}{{ tools | tojson(ensure_ascii=True) }}"
+        "{{ tools | tojson(separators=(',', ':'), sort_keys=True) }}"
+    )
+    text = r'[{"b": "é", "a": 1}][{"b": "\u00e9", "a": 1}][{"a":1,"b":"é"}]'
+    assert text_of(tmp_path, template, tools=[{"b": "é", "a": 1}]) == text
+
+
+def test_what_training_marks_in_a_template_is_text(tmp_path: Path) -> None:
+    template = "a{% generation %}{{ messages[0].content }}{% endgeneration %}z"
+    assert text_of(tmp_path, template) == "aWho?z"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ('{"city": "Bern"}', "city=Bern"),
+        ({"city": "Bern"}, "city=Bern"),
+        ("", "none"),
+        (None, "none"),
+        ('{"city": ', "none"),
+        ("[7]", "none"),
+    ],
+)
+def test_templates_get_the_arguments_of_tools_as_objects(
+    arguments: Any, found: str, tmp_path: Path
+) -> None:
+    """As vLLM hands them over: bodies have them as a text."""
+    template = (
+        "{% for name, value in messages[0].tool_calls[0].function.arguments.items() %}"
+        "{{ name }}={{ value }}{% else %}none{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert text_of(tmp_path, template, messages=messages) == found
+    assert call["function"] == {"name": "weather", "arguments": arguments}, "the body's own stays"
+
+
+def test_a_turn_that_calls_no_tool_has_no_calls(tmp_path: Path) -> None:
+    template = "{{ 'tool_calls' in messages[0] }}{{ messages[0].content }}"
+    messages = [{"role": "assistant", "content": "I.", "tool_calls": []}]
+    assert text_of(tmp_path, template, messages=messages) == "FalseI."
+
+
+def test_prompts_are_neither_cut_off_nor_filled_up_as_in_training(tmp_path: Path) -> None:
+    plain = ChatTokenizer(write_tokenizer(tmp_path))
+    expected = plain.completion("here", "Who may sign?").tolist()
+    assert len(expected) > 2
+    file = tmp_path / "tokenizer.json"
+    for size in (2, 512):
+        trained = Tokenizer.from_file(str(file))
+        trained.enable_truncation(max_length=size)
+        trained.enable_padding(length=size)
+        trained.save(str(file))
+        found = ChatTokenizer(tmp_path).completion("here", "Who may sign?")
+        assert found.tolist() == expected
 
 
 def test_a_template_that_is_missing_or_refuses_is_named(tmp_path: Path) -> None:
