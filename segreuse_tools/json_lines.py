@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+GZIP = b"\x1f\x8b"
+"""What a compressed file begins with."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -16,7 +21,7 @@ def json_lines(file: Path, error: type[ValueError]) -> Iterator[tuple[str, Any]]
     """What each line holds, and where it is from ("FILE, line 3"); blank lines are skipped.
 
     Args:
-        file: as UTF-8.
+        file: as UTF-8, with or without a byte-order mark; it may be compressed by gzip.
         error: raised, with one sentence, where the file cannot be read or a line is no JSON.
     """
     for where, line in lines_of(file, error):
@@ -26,10 +31,14 @@ def json_lines(file: Path, error: type[ValueError]) -> Iterator[tuple[str, Any]]
 def lines_of(file: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]:
     """The same lines as they are."""
     try:
-        # Not by `splitlines`: text in JSON may hold other separators of lines.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as why:
+        content = file.read_bytes()
+        text = (gzip.decompress(content) if content.startswith(GZIP) else content).decode(
+            "utf-8-sig"
+        )
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as why:
         raise error(f"cannot read {file}: {why}") from None
+    # Not by `splitlines`: text in JSON may hold other separators of lines.
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield f"{file}, line {number}", line

@@ -4,7 +4,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +114,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not selection.is_slow(item)]
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)  # stable
+
+
+@pytest.fixture
+def to_nobody(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[], object]], tuple[Any, str]]:
+    """Runs what ends the process, into a pipe that nobody reads any more, as behind `| head -1`:
+    the exit status, and the standard error."""
+
+    def run(command: Callable[[], object]) -> tuple[Any, str]:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with monkeypatch.context() as patch, open(writer, "w", encoding="utf-8") as output:
+            patch.setattr(sys, "stdout", output)
+            with pytest.raises(SystemExit) as ended:
+                command()
+        return ended.value.code, capfd.readouterr().err
+
+    return run

@@ -120,7 +120,7 @@ def read_file(file: Path) -> dict[str, Any]:
         RequestBodyError: it cannot be read, or is no such body.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # editors may put a byte-order mark first
     except (OSError, UnicodeDecodeError) as error:
         raise RequestBodyError(f"cannot read {file}: {error}") from None
     return read_request(text, str(file))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from segreuse_tools.command_line import add_config
 from segreuse_tools.engine_loading import not_searched_for_garbage, quiet
 from segreuse_tools.model_folder import InputError, find_model, read_config
-from segreuse_tools.terminal import complain
+from segreuse_tools.terminal import complain, print_all
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.options.server import ConfigError
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         gc.unfreeze()
     from segreuse_tools.doctor.diagnosis_text import as_text
 
-    print(json.dumps(diagnosis.as_json(), indent=2) if given.json else as_text(diagnosis))
+    print_all(json.dumps(diagnosis.as_json(), indent=2) if given.json else as_text(diagnosis))
     return WORKS if diagnosis.works else REFUSED
 
 

@@ -19,7 +19,7 @@ from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, read_
 from segreuse_tools.estimate.traces.formats import Format
 from segreuse_tools.estimate.traces.reading import find_format
 from segreuse_tools.model_folder import InputError
-from segreuse_tools.terminal import complain
+from segreuse_tools.terminal import complain, print_all
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.options.request import AUTO, RECOMMENDED
@@ -87,7 +87,7 @@ def _estimate(given: argparse.Namespace, engine_arguments: list[str]) -> int:
     found, default = _estimated(given, engine_arguments, of_file, log, left_out)
     from segreuse_tools.estimate.estimate_text import as_text
 
-    print(json.dumps(found.as_json(), indent=2) if given.json else as_text(found, default))
+    print_all(json.dumps(found.as_json(), indent=2) if given.json else as_text(found, default))
     return DONE
 
 

@@ -21,6 +21,7 @@ from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.estimate.traces.formats import Format
 from segreuse_tools.estimate.traces.lines import LogLines, files_of
 from segreuse_tools.model_folder import InputError
+from segreuse_tools.terminal import print_all
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.options.request import AUTO, RECOMMENDED
 from vllm_segreuse.policies import POLICIES
@@ -67,7 +68,7 @@ def run(given: argparse.Namespace, found: Format | None) -> None:
     log = _opened(given, found)
     gain = _simulated(given, setting, log)
     if given.json:
-        print(json.dumps(gain.as_json(), indent=2))
+        print_all(json.dumps(gain.as_json(), indent=2))
     else:
         from segreuse_tools.estimate.gain_text import print_gain
 

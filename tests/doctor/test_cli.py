@@ -48,6 +48,11 @@ def reuse(tmp_path: Path) -> Any:
     return write
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_has_enough_is_no_error(form: list[str], model: Any, to_nobody: Any) -> None:
+    assert to_nobody(lambda: cli.main([model("qwen3-8b"), *form])) == (1, "")
+
+
 def test_a_model_that_works(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([model("qwen3-8b"), "--block-size", "32"]) == 0
     printed = capsys.readouterr().out

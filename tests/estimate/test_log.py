@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs: what is read, and one clear sentence for what is not."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,13 @@ def test_other_separators_of_lines_are_text(tmp_path: Path) -> None:
     text = "a\u2028b\u2029c\u0085d"
     file.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", encoding="utf-8")
     assert [one.body for one in read_log(file)] == [{"prompt": text}]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_or_be_compressed(tmp_path: Path) -> None:
+    file, lines = tmp_path / "log.jsonl", b'{"prompt": "a"}\r\n{"prompt": "\xc3\xa9"}\n'
+    for content in (b"\xef\xbb\xbf" + lines, gzip.compress(lines), lines.replace(b"\n", b"")):
+        file.write_bytes(content)
+        assert [one.body["prompt"] for one in read_log(file)] == ["a", "é"]
 
 
 def test_blank_lines_count_and_are_no_requests(tmp_path: Path) -> None:
@@ -111,9 +119,14 @@ def test_reasons_are_told_apart_by_more_than_values() -> None:
 def test_a_file_without_requests(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
+    packed = gzip.compress(b'{"prompt": "a"}\n')
+    (tmp_path / "cut.jsonl").write_bytes(packed[:-9])
+    (tmp_path / "damaged.jsonl").write_bytes(packed[:10] + b"\xff" + packed[11:])
     for name, why in (
         ("empty.jsonl", "holds no requests"),
         ("binary.jsonl", "cannot read"),
+        ("cut.jsonl", "cannot read .*: Compressed file ended"),
+        ("damaged.jsonl", "cannot read .*: Error -3"),
         ("none.jsonl", "cannot read"),
     ):
         with pytest.raises(LogError, match=why):

@@ -238,6 +238,12 @@ def test_a_file_that_is_no_request(text: str, complaint: str) -> None:
         read_request(text, "request.json")
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(BODY), encoding="utf-8-sig")
+    assert read_file(file) == BODY
+
+
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(RequestBodyError, match=r"cannot read .*none\.json"):
         read_file(tmp_path / "none.json")

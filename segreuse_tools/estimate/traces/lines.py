@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from segreuse_tools.estimate.request_log import LeftOut, LogError
-from segreuse_tools.json_lines import parsed
+from segreuse_tools.json_lines import GZIP, parsed
 
 MOST_LINE_BYTES = 1 << 28
 """A longer line is no request."""
 
-_GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
@@ -48,7 +47,7 @@ class LogLines:
         for file in self.files:
             try:
                 with file.open("rb") as raw:
-                    is_packed = raw.peek(2)[:2] == _GZIP
+                    is_packed = raw.peek(2)[:2] == GZIP
                     stream: Any = gzip.GzipFile(fileobj=raw) if is_packed else raw
                     for where, value in _values(file, stream, left_out):
                         self.read_bytes = done + raw.tell()
