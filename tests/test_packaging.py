@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = {"vllm_segreuse", "segreuse_extras", "segreuse_store", "segreuse_tools"}
@@ -96,6 +97,12 @@ def test_every_dependency_is_imported() -> None:
     modules = {"beautifulsoup4": "bs4", "pyyaml": "yaml"}
     names = [re.split(r"[<>=\[]", package)[0] for package in packages]
     assert [name for name in names if modules.get(name, name) not in imported] == []
+
+
+def test_pdfs_that_may_be_read_but_not_changed_can_be_read() -> None:
+    """Most are encrypted by AES with an empty password, which pypdf leaves to another library."""
+    kb = map(Requirement, PROJECT["project"]["optional-dependencies"]["kb"])
+    assert [it.extras for it in kb if it.name == "pypdf"] == [{"crypto"}]
 
 
 def test_every_requirement_is_pinned() -> None:

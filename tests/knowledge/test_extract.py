@@ -21,7 +21,7 @@ from segreuse_tools.knowledge.extract import (
 )
 
 
-def pdf(file: Path, *pages: str, password: str | None = None) -> Path:
+def pdf(file: Path, *pages: str, password: str | None = None, algorithm: str | None = None) -> Path:
     """A PDF of one line of Helvetica per page, none where the line is empty."""
     writer = PdfWriter()
     font = DictionaryObject(
@@ -38,8 +38,8 @@ def pdf(file: Path, *pages: str, password: str | None = None) -> Path:
         content = DecodedStreamObject()
         content.set_data(f"BT /F1 12 Tf 20 200 Td ({line}) Tj ET".encode() if line else b"")
         page.replace_contents(content.flate_encode())
-    if password:
-        writer.encrypt(password)
+    if password is not None:
+        writer.encrypt(password, "of the owner", algorithm=algorithm)
     writer.write(file)
     return file
 
@@ -181,6 +181,12 @@ def test_what_texts_may_hold_is_no_binary(tmp_path: Path) -> None:
 def test_pdf_pages_are_joined(tmp_path: Path) -> None:
     text = only(pdf(tmp_path / "a.pdf", "First page", "", "Third page"))
     assert text == Text("a.pdf", "First page\n\nThird page", {"pages": 3})
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-40", "RC4-128", "AES-128", "AES-256-R5", "AES-256"])
+def test_a_pdf_that_may_be_read_but_not_changed(tmp_path: Path, algorithm: str) -> None:
+    text = only(pdf(tmp_path / "a.pdf", "First page", password="", algorithm=algorithm))
+    assert text.text == "First page"
 
 
 def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
