@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 import httpx
 from pydantic import ValidationError
 
+from segreuse_extras.viewer.asking import authorized
+from segreuse_tools.knowledge.client import checked_token
 from vllm_segreuse.features.knowledge.schemas import PREFIX, Holdings, Tier
 
 logger = logging.getLogger("vllm.segreuse")
@@ -36,12 +38,15 @@ class Scorer:
 
     Args:
         servers: URL of each server, by name.
-        token: the administrator's.
+        token: the administrator's; white space around it does not count.
         weights: of a token, by place.
         max_age_s: for so long what a server has answered counts.
         timeout_s: a server that has not answered by then holds nothing until it is asked again.
         transport: of the requests; None: the network.
         clock: seconds.
+
+    Raises:
+        ValueError: no header can carry the token.
     """
 
     def __init__(
@@ -59,8 +64,9 @@ class Scorer:
         self._weights = weights
         self._max_age_s = max_age_s
         self._clock = clock
-        headers = {"Authorization": f"Bearer {token}"}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, transport=transport)
+        self._client = httpx.Client(
+            headers=authorized(checked_token(token)), timeout=timeout_s, transport=transport
+        )
         self._known: dict[str, tuple[float, dict[str, float]]] = {}
 
     def scores(self, digests: Iterable[str]) -> dict[str, float]:

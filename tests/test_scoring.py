@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -64,6 +65,22 @@ def test_scores_are_tokens_that_each_server_holds(urls: dict[str, str]) -> None:
     assert scorer.best(digests(*TOKENS)) == "two"
     assert scorer.scores(digests("faq.md", "faq.md"))["one"] == 20.0, "a document counts once"
     scorer.close()
+
+
+def test_the_token_is_what_clients_of_knowledge_bases_send() -> None:
+    """It need not be ASCII, and a file that holds it ends with a line."""
+    sent: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request.headers.get("Authorization"))
+        return httpx.Response(200, json={"engines": []})
+
+    transport = httpx.MockTransport(answer)
+    scorer = Scorer({"one": "http://one"}, "geheim-ß\n", transport=transport)
+    assert scorer.scores(["x"]) == {"one": 0.0}
+    assert sent == ["Bearer geheim-ß"]
+    with pytest.raises(ValueError, match=r"the admin token has the control character '\\n'"):
+        Scorer({"one": "http://one"}, "gehe\nim", transport=transport)
 
 
 def test_nobody_holds_documents_of_another_namespace(urls: dict[str, str]) -> None:

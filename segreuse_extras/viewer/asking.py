@@ -9,6 +9,8 @@ own tokens, and the server's tokenizer gives the text of each stretch.
 from __future__ import annotations
 
 import json
+import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +23,9 @@ EXCERPT_TOKENS = 24
 
 TIMEOUT_S = 600
 """For a long prompt on a busy server."""
+
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What no value of a header may have: httpx refuses some of these, and servers all (RFC 9110)."""
 
 ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 """Where a body goes, by what it has."""
@@ -127,8 +132,20 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def authorized(api_key: str | None) -> dict[bytes, bytes]:
-    """Headers that name a key or token, as bytes, since it need not be ASCII; none without one."""
-    return {b"Authorization": b"Bearer " + api_key.encode()} if api_key else {}
+    """Headers that name a key or token, as bytes, since it need not be ASCII; none without one.
+    White space around it does not count: files end with a line.
+
+    Raises:
+        RequestBodyError: it has a character that no header may have; it is not shown.
+    """
+    key = (api_key or "").strip(string.whitespace)
+    if found := CONTROL.search(key):
+        raise RequestBodyError(
+            f"the API key has the control character {found[0]!r}, which no header can carry: pass "
+            "the server's"
+        )
+    # Variables and arguments need be no UTF-8.
+    return {b"Authorization": b"Bearer " + key.encode(errors="surrogateescape")} if key else {}
 
 
 def explain(

@@ -12,7 +12,6 @@ there already, adding what has not changed and deleting what is gone all succeed
 whose answer was lost, or that met a server too busy, are sent again.
 """
 
-import re
 import string
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from segreuse_extras.viewer.asking import authorized
+from segreuse_extras.viewer.asking import CONTROL, authorized
 from segreuse_tools.knowledge import TOKEN_ENV
 from vllm_segreuse.features.knowledge.schemas import (
     MAX_DOCUMENTS,
@@ -59,9 +58,6 @@ PAUSES_S = (0.2, 0.6, 1.2)
 """Before each further attempt at a request."""
 
 _BUSY = frozenset({429, 502, 503, 504})
-
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""What no value of a header may have: httpx refuses some of these, and servers all (RFC 9110)."""
 
 _NAME: TypeAdapter[str] = TypeAdapter(BaseName)
 _ID: TypeAdapter[str] = TypeAdapter(DocumentId)
@@ -121,7 +117,7 @@ class KnowledgeClient:
             raise ValueError(f"{url!r} is no URL: {error}") from error
         self._http = httpx.Client(
             base_url=self.url + PREFIX,
-            headers=authorized(_checked(token.strip(string.whitespace))),
+            headers=authorized(checked_token(token)),
             timeout=self._timeout,
             transport=transport,
         )
@@ -347,15 +343,16 @@ class KnowledgeClient:
         return RejectedError(error.message, status, error.type, error.param)
 
 
-def _checked(token: str) -> str:
-    """An admin token that a header can carry.
+def checked_token(token: str) -> str:
+    """An admin token that a header can carry, without white space around it.
 
     Raises:
         ValueError: it is empty, or has a character that no header may have; it is not shown.
     """
+    token = token.strip(string.whitespace)
     if not token:
         raise ValueError(f"the admin token is empty: pass the server's, or set {TOKEN_ENV} to it")
-    if found := _CONTROL.search(token):
+    if found := CONTROL.search(token):
         raise ValueError(
             f"the admin token has the control character {found[0]!r}, which no header can carry: "
             f"pass the server's, or set {TOKEN_ENV} to it"

@@ -303,7 +303,24 @@ def test_what_is_no_json_is_not_sent(server: Server) -> None:
 def test_an_api_key_may_have_any_characters() -> None:
     with httpx.Client(headers=authorized("schlüssel")) as client:
         assert client.headers.raw[-1] == (b"Authorization", "Bearer schlüssel".encode())
+    assert authorized("caf\udce9") == {b"Authorization": b"Bearer caf\xe9"}, "a variable's bytes"
     assert authorized("") == {}
+
+
+@pytest.mark.parametrize("around", [" ", "\n", "\r\n"])
+def test_white_space_around_an_api_key_does_not_count(around: str) -> None:
+    assert authorized(around + "k k" + around) == {b"Authorization": b"Bearer k k"}
+    assert authorized(around) == {}
+
+
+@pytest.mark.parametrize("character", ["\n", "\0", "\x7f"])
+def test_an_api_key_that_no_header_carries_is_not_shown(
+    character: str, request_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([str(request_file), "--api-key", f"sec{character}ret"]) == 2
+    said = capsys.readouterr().err
+    assert f"the API key has the control character {character!r}" in said
+    assert "sec" not in said
 
 
 def test_exit_codes_and_one_line_of_error(
