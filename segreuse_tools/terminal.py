@@ -12,6 +12,11 @@ def complain(command: str, message: object) -> None:
     print(f"vllm-segreuse {command}: {message}", file=sys.stderr)
 
 
+def printable(name: object) -> str:
+    """A name of a file, which need be no UTF-8, as text that can be printed and written."""
+    return str(name).encode(errors="backslashreplace").decode()
+
+
 def print_all(text: str) -> None:
     """Print a text at once; ends the process with status 1 where its reader wants no more."""
     try:

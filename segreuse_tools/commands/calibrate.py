@@ -17,7 +17,7 @@ from segreuse_tools.calibrate.verdict_table import as_yaml, header, name_of, row
 from segreuse_tools.command_line import add_config, is_one_of, number
 from segreuse_tools.estimate.request_log import LogError
 from segreuse_tools.model_folder import InputError
-from segreuse_tools.terminal import complain
+from segreuse_tools.terminal import complain, printable
 from vllm_segreuse.engine.supported import RefusedError
 from vllm_segreuse.options.server import ConfigError
 
@@ -90,8 +90,8 @@ def _write(given: argparse.Namespace, found: Found, index: int) -> int:
     setting = found.settings[index]
     choosing, checking = halves(setting.trials)
     about = (
-        f"By vllm-segreuse calibrate on {given.prompts} ({len(setting.trials)} prompts), model "
-        f"{given.model}.",
+        f"By vllm-segreuse calibrate on {printable(given.prompts)} "
+        f"({len(setting.trials)} prompts), model {printable(given.model)}.",
         header(),
         row("on the half it was chosen by", judge(choosing)),
         row("on the other half", judge(checking)),
@@ -101,7 +101,8 @@ def _write(given: argparse.Namespace, found: Found, index: int) -> int:
     except OSError as error:
         complain("calibrate", f"cannot write {given.out}: {error}")
         return BAD_INPUT
-    print(f"written to {given.out}: vllm-segreuse serve MODEL --segreuse-config {given.out}")
+    out = printable(given.out)
+    print(f"written to {out}: vllm-segreuse serve MODEL --segreuse-config {out}")
     return DONE
 
 

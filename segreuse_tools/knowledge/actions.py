@@ -23,7 +23,7 @@ from segreuse_tools.knowledge.client import (
     UnreachableError,
     batches,
 )
-from segreuse_tools.terminal import complain, print_all
+from segreuse_tools.terminal import complain, print_all, printable
 from vllm_segreuse.features.knowledge.schemas import NewDocument
 
 POLL_S = 0.5
@@ -93,8 +93,7 @@ def _add(client: KnowledgeClient, given: Namespace) -> int:
             _follow(client, given.name, progress)
         added = [document for document in client.documents(given.name) if document.id in ids]
     problems += [f"{d.id}: {d.error}" for d in added if d.status == "failed"]
-    # Names of files need be no UTF-8.
-    problems = [problem.encode(errors="backslashreplace").decode() for problem in problems]
+    problems = [printable(problem) for problem in problems]
     if given.json:
         _print_json({"documents": added, "problems": problems})
     else:

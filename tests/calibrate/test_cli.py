@@ -111,6 +111,20 @@ def test_the_cheapest_setting_that_keeps_the_answers_is_written(
     assert f" {0.05 ** (2 / COUNT):.3f} " in out.read_text(), "of each half by itself"
 
 
+def test_names_of_files_need_be_no_utf_8(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has been measured for hours is not lost over them."""
+    folder = tmp_path / "caf\udce9"
+    folder.mkdir()
+    status, out = run(folder)
+    assert status == 0
+    text = out.read_text(encoding="utf-8")
+    assert yaml.safe_load(text) == {"policy": "focus", "recompute_ratio": 0.01}
+    assert r"caf\udce9/prompts.jsonl (120 prompts), model MODEL." in text
+    assert r"caf\udce9/out.yaml: vllm-segreuse serve MODEL" in capsys.readouterr().out
+
+
 def test_a_setting_that_only_suits_the_half_that_chose_it_is_not_written(
     model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
