@@ -161,13 +161,15 @@ class ChatTokenizer:
         if self._template is None:
             raise LogError(f"{where}: the tokenizer has no chat template, which messages need")
         kwargs = body.get("chat_template_kwargs")
+        kwargs = kwargs if isinstance(kwargs, dict) else {}
+        documents = body.get("documents")
         variables = {
+            **self._special,
+            **kwargs,
             "messages": [_plain(message) for message in body["messages"]],
             "tools": body.get("tools"),
-            "documents": body.get("documents"),
+            "documents": kwargs.get("documents") if documents is None else documents,
             "add_generation_prompt": body.get("add_generation_prompt", True),
-            **self._special,
-            **(kwargs if isinstance(kwargs, dict) else {}),
         }
         try:
             text = self._template.render(**variables)
@@ -273,17 +275,17 @@ def _texts(where: str, messages: Any) -> Iterator[str]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is one text, and whose calls of tools have their arguments as an
-    object, as templates expect (vLLM's `renderers/chat_utils.py`)."""
+    """A message whose content is one text, which may be empty, and whose calls of tools have their
+    arguments as an object, as templates expect (vLLM's `renderers/chat_utils.py`)."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         parts = [part["text"] if isinstance(part, dict) else part for part in content]
         content = "\n".join(parts)
-    plain = {**message, "content": content}
+    plain = {**message, "content": content or ""}
     if message["role"] == "assistant" and isinstance(calls, list):
         plain["tool_calls"] = [_called(call) for call in calls]
-        if not calls:
-            del plain["tool_calls"]
+    if not calls:
+        plain.pop("tool_calls", None)
     return plain
 
 

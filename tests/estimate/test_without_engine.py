@@ -551,6 +551,15 @@ def test_templates_get_the_documents_of_a_body(tmp_path: Path) -> None:
     documents = [{"text": "May"}, {"text": "June"}]
     assert text_of(tmp_path, template, documents=documents) == "May;June;Who?"
     assert text_of(tmp_path, template) == "Who?"
+    by_kwargs = {"chat_template_kwargs": {"documents": [{"text": "July"}]}}
+    assert text_of(tmp_path, template, **by_kwargs) == "July;Who?"
+    assert text_of(tmp_path, template, documents=documents, **by_kwargs) == "May;June;Who?"
+
+
+def test_arguments_of_a_template_do_not_count_more_than_the_body(tmp_path: Path) -> None:
+    template = "{{ style }} {{ messages[0].content }}{% if add_generation_prompt %} I:{% endif %}"
+    given = {"style": "brief", "add_generation_prompt": False, "messages": []}
+    assert text_of(tmp_path, template, chat_template_kwargs=given) == "brief Who? I:"
 
 
 def test_templates_may_say_how_json_is_written(tmp_path: Path) -> None:
@@ -592,10 +601,19 @@ def test_templates_get_the_arguments_of_tools_as_objects(
     assert call["function"] == {"name": "weather", "arguments": arguments}, "the body's own stays"
 
 
-def test_a_turn_that_calls_no_tool_has_no_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("calls", [[], None])
+def test_a_turn_that_calls_no_tool_has_no_calls(calls: Any, tmp_path: Path) -> None:
     template = "{{ 'tool_calls' in messages[0] }}{{ messages[0].content }}"
-    messages = [{"role": "assistant", "content": "I.", "tool_calls": []}]
+    messages = [{"role": "assistant", "content": "I.", "tool_calls": calls}]
     assert text_of(tmp_path, template, messages=messages) == "FalseI."
+
+
+def test_a_turn_without_a_text_has_an_empty_one(tmp_path: Path) -> None:
+    template = (
+        "{% for it in messages %}[{{ 'none' if it.content is none else it.content }}]{% endfor %}"
+    )
+    messages = [{"role": "assistant", "content": None}, {"role": "assistant"}]
+    assert text_of(tmp_path, template, messages=messages) == "[][]"
 
 
 def test_prompts_are_neither_cut_off_nor_filled_up_as_in_training(tmp_path: Path) -> None:
