@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segreuse_tools.command_line import is_one_of
-from segreuse_tools.terminal import complain, print_all
+from segreuse_tools.terminal import complain, print_all, printable
 
 if TYPE_CHECKING:
     from segreuse_extras.viewer.asking import Explanation
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     if found.no_texts:
         complain("explain", f"no text: {found.no_texts}")
-    status = _write_page(args.html, found, args.request.name) if args.html else 0
+    status = _write_page(args.html, found, printable(args.request.name)) if args.html else 0
     if args.json:
         edit = {"edit": asdict(found.edit)} if found.edit else {}
         print_all(json.dumps({"report": found.report, "texts": found.texts, **edit}, indent=1))

@@ -501,6 +501,15 @@ def test_the_command_reads_the_earlier_request(
     assert "900 901 " in page.read_text()
 
 
+def test_a_page_is_written_of_a_request_whose_name_is_no_utf_8(
+    answered: Server, tmp_path: Path
+) -> None:
+    request, page = tmp_path / "caf\udce9.json", tmp_path / "page.html"
+    request.write_text(json.dumps(BODY))
+    assert cli.main([str(request), "--html", str(page)]) == 0
+    assert r"What is reused of caf\udce9.json" in page.read_text(encoding="utf-8")
+
+
 def test_json_is_the_report_and_the_texts(
     answered: Server, request_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rotations_are_not_fused(setup: SimpleNamespace, level: str) -> None:
     """A fused multiply-add rounds once where torch rounds twice."""
     *compile_commands, _link = setup.CpuKernels(level).commands(Path("out.so"), Path("objects"))
-    for source in ("align", "codecs", "attention"):
+    for source in ("align", "carry", "codecs", "attention"):
         [command] = [c for c in compile_commands if f"kernels/cpu/{source}.cpp" in c]
         assert ("-ffp-contract=off" in command) == (source != "attention")
         assert "-fopenmp" in command
