@@ -29,14 +29,14 @@ DIGESTS_HEADER = "X-SegReuse-Digests"
 
 
 def routing_headers(
-    documents: Iterable[str], extra_keys: str | Iterable[str] = (), header: str = HEADER
+    documents: str | Iterable[str], extra_keys: str | Iterable[str] = (), header: str = HEADER
 ) -> dict[str, str]:
     """Headers of a request, for a router that hashes one of them.
 
     Args:
-        documents: what the request shares with others: texts or ids of its documents, in any order.
-            Where documents are asked for together, what they have in common is better, such as the
-            name of their topic.
+        documents: what the request shares with others: texts or ids of its documents, in any order,
+            or a single one. Where documents are asked for together, what they have in common is
+            better, such as the name of their topic.
         extra_keys: of the request. Documents of other namespaces are not shared.
         header: the one that the router hashes.
 
@@ -48,31 +48,35 @@ def routing_headers(
 
 
 def data_parallel_headers(
-    documents: Iterable[str], extra_keys: str | Iterable[str], engines: int
+    documents: str | Iterable[str], extra_keys: str | Iterable[str], engines: int
 ) -> dict[str, str]:
     """The same for one vLLM server with so many engines (`--data-parallel-size`), and no router."""
     value = _smallest_hash(documents, extra_keys)
     return {} if value is None else {DATA_PARALLEL_HEADER: str(int(value, 16) % engines)}
 
 
-def document_digests(documents: Iterable[str], extra_keys: str | Iterable[str] = ()) -> list[str]:
+def document_digests(
+    documents: str | Iterable[str], extra_keys: str | Iterable[str] = ()
+) -> list[str]:
     """What stands for each document of a request, in its order: what servers say that they hold.
 
     Args:
         documents: ids of documents of a knowledge base, whose extra key is the request's.
         extra_keys: of the request.
     """
+    # A text is an iterable of texts, too: its letters are in nearly all documents.
     keys = [extra_keys] if isinstance(extra_keys, str) else list(extra_keys)
-    return [document_digest(document, keys) for document in documents]
+    each = [documents] if isinstance(documents, str) else documents
+    return [document_digest(document, keys) for document in each]
 
 
 def digests_headers(
-    documents: Iterable[str], extra_keys: str | Iterable[str] = ()
+    documents: str | Iterable[str], extra_keys: str | Iterable[str] = ()
 ) -> dict[str, str]:
     """The same as a header, for a router that knows what each engine holds; empty for none."""
     digests = document_digests(documents, extra_keys)
     return {DIGESTS_HEADER: ",".join(digests)} if digests else {}
 
 
-def _smallest_hash(documents: Iterable[str], extra_keys: str | Iterable[str]) -> str | None:
+def _smallest_hash(documents: str | Iterable[str], extra_keys: str | Iterable[str]) -> str | None:
     return min(document_digests(documents, extra_keys), default=None)

@@ -13,6 +13,7 @@ from segreuse_tools.routing import (
     DATA_PARALLEL_HEADER,
     HEADER,
     data_parallel_headers,
+    digests_headers,
     routing_headers,
 )
 
@@ -58,6 +59,15 @@ def test_namespaces_do_not_share() -> None:
 
 def test_routers_that_hash_another_header_get_the_same_value() -> None:
     assert routing_headers(["a"], "docs", "X-Session-ID") == {"X-Session-ID": key(["a"])}
+
+
+def test_a_single_document_need_be_in_no_list() -> None:
+    """Its letters would be taken for documents, and nearly all requests sent to one engine."""
+    assert routing_headers("faq.md", "docs") == routing_headers(["faq.md"], "docs")
+    assert data_parallel_headers("faq.md", "docs", 7) == data_parallel_headers(
+        ["faq.md"], "docs", 7
+    )
+    assert digests_headers("faq.md", "docs") == digests_headers(["faq.md"], "docs")
 
 
 def test_without_documents_any_engine_will_do() -> None:
