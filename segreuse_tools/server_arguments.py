@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from segreuse_tools.model_folder import InputError
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import CONNECTOR, check_config
 from vllm_segreuse.options.server import ConfigError
@@ -37,13 +38,33 @@ def server_arguments(command: str, model: str, arguments: Sequence[str]) -> Name
 
     Args:
         command: name of ours, for messages.
+
+    Raises:
+        InputError: vLLM finds no device, and parses nothing then.
     """
+    _require_device(command)
     register()  # --segreuse is known, also where the plugin is not installed
     parser = server_parser(f"vllm-segreuse {command}")
     args = parser.parse_args(["--model", model, *arguments])
     if args.model_tag is not None:
         parser.error(f"unrecognized arguments: {args.model_tag}")
     return args
+
+
+def _require_device(command: str) -> None:
+    """vLLM's parser makes defaults for the device that it finds: builds for GPUs may find none.
+
+    Raises:
+        InputError: it finds none.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.device_type:
+        instead = ", or add --without-engine" if command == "estimate" else ""
+        raise InputError(
+            "vLLM finds no device here that this build of it runs on (VLLM_LOGGING_LEVEL=DEBUG "
+            f"tells why): use a machine that has one, or vLLM's CPU build{instead}"
+        )
 
 
 def options_of(args: Namespace, of_file: SegReuseConfig | None) -> SegReuseConfig:

@@ -20,6 +20,7 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
 
     Raises:
         ConfigError: options of segment reuse are given.
+        InputError: vLLM finds no device.
         PromptFileError: the file holds no prompts, or one that is too long.
     """
     texts = read_texts(given.prompts)  # before the engine starts, which takes long

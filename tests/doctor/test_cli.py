@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
+from vllm.platforms.interface import UnspecifiedPlatform
 
 from segreuse_tools import cli as commands
 from segreuse_tools.commands import doctor as cli
+from segreuse_tools.commands import estimate
 from segreuse_tools.doctor.diagnosis import diagnose
 from tests.doctor import hub
 from tests.doctor.test_families import FAMILIES
@@ -51,6 +53,28 @@ def reuse(tmp_path: Path) -> Any:
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_reader_that_has_enough_is_no_error(form: list[str], model: Any, to_nobody: Any) -> None:
     assert to_nobody(lambda: cli.main([model("qwen3-8b"), *form])) == (1, "")
+
+
+def test_a_machine_without_the_device_that_vllm_was_built_for(
+    model: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as the one that jobs are sent from: vLLM's build for GPUs runs there, and finds none."""
+    monkeypatch.setattr("vllm.platforms.current_platform", UnspecifiedPlatform(), raising=False)
+    folder, log = model("qwen3-8b"), tmp_path / "log.jsonl"
+    log.write_text('{"prompt": "Who?"}')
+    assert cli.main([folder]) == 2
+    assert estimate.main([str(log), "--model", folder]) == 2
+    why = (
+        "vLLM finds no device here that this build of it runs on (VLLM_LOGGING_LEVEL=DEBUG tells "
+        "why): use a machine that has one, or vLLM's CPU build"
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        f"vllm-segreuse doctor: {why}",
+        f"vllm-segreuse estimate: {why}, or add --without-engine",
+    ]
 
 
 def test_a_model_that_works(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
