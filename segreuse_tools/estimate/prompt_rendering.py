@@ -190,19 +190,22 @@ def _serving(vllm_config: VllmConfig, args: Namespace) -> tuple[ServingRender, A
         renderer = renderer_from_config(vllm_config)
     except Exception as error:  # of many classes, by kind of tokenizer
         raise InputError(f"{model.model} has no tokenizer: {_one_line(error)}") from None
-    online = OnlineRenderer(
-        model_config=model,
-        renderer=renderer,
-        request_logger=None,
-        chat_template=load_chat_template(args.chat_template),
-        chat_template_content_format=args.chat_template_content_format,
-        trust_request_chat_template=args.trust_request_chat_template,
-        enable_auto_tools=args.enable_auto_tool_choice,
-        exclude_tools_when_tool_choice_none=args.exclude_tools_when_tool_choice_none,
-        tool_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        default_chat_template_kwargs=resolve_default_chat_template_kwargs(args),
-    )
+    try:
+        online = OnlineRenderer(
+            model_config=model,
+            renderer=renderer,
+            request_logger=None,
+            chat_template=load_chat_template(args.chat_template),
+            chat_template_content_format=args.chat_template_content_format,
+            trust_request_chat_template=args.trust_request_chat_template,
+            enable_auto_tools=args.enable_auto_tool_choice,
+            exclude_tools_when_tool_choice_none=args.exclude_tools_when_tool_choice_none,
+            tool_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
+            default_chat_template_kwargs=resolve_default_chat_template_kwargs(args),
+        )
+    except Exception as error:  # of many classes: a file that is not there, or an unknown parser
+        raise InputError(f"vLLM refuses options of its server: {_one_line(error)}") from None
     models = OpenAIModelRegistry(model, [BaseModelPath(name=model.model, model_path=model.model)])
     return ServingRender(models, online), renderer
 

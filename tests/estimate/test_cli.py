@@ -463,6 +463,21 @@ def test_bad_input_is_one_sentence(line: Any, options: list[str], why: str, run:
     assert len([it for it in err.splitlines() if it.startswith("vllm-segreuse estimate: ")]) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--chat-template", "none.jinja"], "(none.jinja) looks like a file path, but it failed"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "nobodys"], "nobodys"),
+    ],
+)
+def test_options_that_a_server_would_not_start_with(options: list[str], why: str, run: Any) -> None:
+    status, out, err = run([BODY], *options)
+    assert (status, out) == (2, "")
+    assert err.startswith("vllm-segreuse estimate: vLLM refuses options of its server: ")
+    assert why in err
+    assert err.count("\n") == 1
+
+
 def test_a_log_of_a_server_that_finds_similar_segments_needs_its_options(
     run: Any, tmp_path: Path
 ) -> None:
