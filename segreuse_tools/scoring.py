@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 import httpx
 from pydantic import ValidationError
 
-from segreuse_extras.viewer.asking import authorized
+from segreuse_extras.viewer.asking import authorized, root_of
 from segreuse_tools.knowledge.client import checked_token
 from vllm_segreuse.features.knowledge.schemas import PREFIX, Holdings, Tier
 
@@ -37,7 +37,7 @@ class Scorer:
     """One per router. It may be used by several threads: the worst is that a server is asked twice.
 
     Args:
-        servers: URL of each server, by name.
+        servers: URL of each server, by name; `/v1` at its end does no harm.
         token: the administrator's; white space around it does not count.
         weights: of a token, by place.
         max_age_s: for so long what a server has answered counts.
@@ -60,7 +60,7 @@ class Scorer:
         transport: httpx.BaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._servers = dict(servers)
+        self._servers = {name: root_of(url) for name, url in servers.items()}
         self._weights = weights
         self._max_age_s = max_age_s
         self._clock = clock
@@ -69,22 +69,22 @@ class Scorer:
         )
         self._known: dict[str, tuple[float, dict[str, float]]] = {}
 
-    def scores(self, digests: Iterable[str]) -> dict[str, float]:
+    def scores(self, digests: str | Iterable[str]) -> dict[str, float]:
         """Tokens of these documents that each server holds, weighted by their place.
 
         A server with several engines (`--data-parallel-size`) counts with what each of them holds
         on average: its own balancer chooses among them.
 
         Args:
-            digests: of the documents (`routing.document_digests`).
+            digests: of the documents (`routing.document_digests`), or of a single one.
         """
-        wanted = [*dict.fromkeys(digests)]
+        wanted = [digests] if isinstance(digests, str) else [*dict.fromkeys(digests)]
         return {
             name: sum(held.get(digest, 0.0) for digest in wanted)
             for name, held in ((name, self._held(name)) for name in self._servers)
         }
 
-    def best(self, digests: Iterable[str]) -> str | None:
+    def best(self, digests: str | Iterable[str]) -> str | None:
         """The server that holds most of them; None: no server holds any."""
         scores = self.scores(digests)
         name = max(scores, key=scores.__getitem__, default=None)
@@ -105,7 +105,7 @@ class Scorer:
 
     def _ask(self, name: str) -> dict[str, float]:
         try:
-            answer = self._client.get(f"{self._servers[name].rstrip('/')}{PREFIX}/holdings")
+            answer = self._client.get(f"{self._servers[name]}{PREFIX}/holdings")
             answer.raise_for_status()
             engines = Holdings.model_validate_json(answer.content).engines
         except (httpx.HTTPError, ValidationError) as error:

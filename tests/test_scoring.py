@@ -64,19 +64,22 @@ def test_scores_are_tokens_that_each_server_holds(urls: dict[str, str]) -> None:
     assert scorer.best(digests("travel.md", "faq.md")) == "one"
     assert scorer.best(digests(*TOKENS)) == "two"
     assert scorer.scores(digests("faq.md", "faq.md"))["one"] == 20.0, "a document counts once"
+    [single] = digests("faq.md")
+    assert (scorer.scores(single), scorer.best(single)) == ({"one": 20.0, "two": 0.0}, "one")
     scorer.close()
 
 
-def test_the_token_is_what_clients_of_knowledge_bases_send() -> None:
-    """It need not be ASCII, and a file that holds it ends with a line."""
+def test_servers_are_asked_as_clients_of_knowledge_bases_ask_them() -> None:
+    """A token need not be ASCII, and a file that holds it ends with a line."""
     sent: list[str | None] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/plugins/segreuse/v1/holdings"
         sent.append(request.headers.get("Authorization"))
         return httpx.Response(200, json={"engines": []})
 
     transport = httpx.MockTransport(answer)
-    scorer = Scorer({"one": "http://one"}, "geheim-ß\n", transport=transport)
+    scorer = Scorer({"one": "http://one/v1/"}, "geheim-ß\n", transport=transport)
     assert scorer.scores(["x"]) == {"one": 0.0}
     assert sent == ["Bearer geheim-ß"]
     with pytest.raises(ValueError, match=r"the admin token has the control character '\\n'"):

@@ -131,6 +131,11 @@ def read_file(file: Path) -> dict[str, Any]:
     return read_request(text, str(file))
 
 
+def root_of(url: str) -> str:
+    """The root of a server; `/v1` at the end, as clients of OpenAI's API have it, does no harm."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def authorized(api_key: str | None) -> dict[bytes, bytes]:
     """Headers that name a key or token, as bytes, since it need not be ASCII; none without one.
     White space around it does not count: files end with a line.

@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
         body = asking.read_file(args.request)
         earlier = asking.read_file(args.earlier) if args.earlier else None
         headers = asking.authorized(args.api_key)
-        with httpx.Client(base_url=args.url, headers=headers, timeout=asking.TIMEOUT_S) as server:
+        url = asking.root_of(args.url)
+        with httpx.Client(base_url=url, headers=headers, timeout=asking.TIMEOUT_S) as server:
             found = asking.explain(server, body, args.reuse, earlier)
     except (asking.RequestBodyError, httpx.InvalidURL) as error:
         complain("explain", error)

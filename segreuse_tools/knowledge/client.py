@@ -23,7 +23,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from segreuse_extras.viewer.asking import CONTROL, authorized
+from segreuse_extras.viewer.asking import CONTROL, authorized, root_of
 from segreuse_tools.knowledge import TOKEN_ENV
 from vllm_segreuse.features.knowledge.schemas import (
     MAX_DOCUMENTS,
@@ -108,7 +108,7 @@ class KnowledgeClient:
         timeout_s: float = 60,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = root_of(url)
         self._timeout = httpx.Timeout(timeout_s)
         try:
             if httpx.URL(url).scheme not in ("http", "https"):

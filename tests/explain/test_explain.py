@@ -355,6 +355,7 @@ def request_file(tmp_path: Path) -> Path:
     [
         ([], "http://localhost:8000", "of the environment"),
         (["--url", "http://other:1", "--api-key", "k"], "http://other:1", "k"),
+        (["--url", "http://other:1/of/v1/", "--api-key", "k"], "http://other:1/of", "k"),
         (["--api-key", ""], "http://localhost:8000", None),
     ],
 )
