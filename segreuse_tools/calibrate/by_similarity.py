@@ -68,7 +68,8 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
     why_no_cuts = _why_no_cuts(base, model.vllm_config.model_config.enforce_eager)
     cuts = () if why_no_cuts else coordinate_search.cuts(model.layers.count)
     kept = base.model_dump(mode="json", exclude_unset=True)
-    windows = {key: it for key, it in kept.pop("similarity", {}).items() if key not in FITTED}
+    similarity = kept.pop("similarity", None) or {}  # a file may say `similarity: null`
+    windows = {key: it for key, it in similarity.items() if key not in FITTED}
     start = {name: kept[name] for name in RequestOptions.model_fields if name in kept}
     start |= {"max_provenance_depth": 0, "similarity": windows | coordinate_search.reserved(cuts)}
     stream = _Stream(_start(model.args, start), asked)

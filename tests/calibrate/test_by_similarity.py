@@ -238,6 +238,16 @@ def test_options_that_are_given_are_kept_and_those_that_are_fitted_are_not(
     assert reusing == [], "its policy lets tokens enter"
 
 
+def test_a_file_that_switches_similar_text_off_is_one_without_its_options(
+    model: Model, tmp_path: Path
+) -> None:
+    config = tmp_path / "given.yaml"
+    config.write_text("similarity: null\n")
+    status, out = run(tmp_path, "--config", str(config))
+    assert status == 0
+    assert yaml.safe_load(out.read_text()) == {"similarity": {"threshold": 0.5}}
+
+
 def test_what_saves_nothing_is_not_written(
     model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
