@@ -36,6 +36,15 @@ GREEDY = 1e-5
 _SESSIONS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
 """Fields of a body that name who asks, the best first."""
 
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Kinds of parts of a content that are text, and the field that has it, as in vLLM."""
+
 
 class BodyPrompts:
     """Reads bodies.
@@ -264,8 +273,7 @@ def _texts(where: str, messages: Any) -> Iterator[str]:
             raise LogError(f"{where}: each message must be an object with a role")
         content = message.get("content")
         for part in content if isinstance(content, list) else [content]:
-            if isinstance(part, dict) and part.get("type") == "text":
-                part = part.get("text")
+            part = _text_of(part)
             if isinstance(part, dict):
                 raise LogError(f"{where}: images, audio or video")
             if isinstance(part, str):
@@ -274,13 +282,18 @@ def _texts(where: str, messages: Any) -> Iterator[str]:
                 raise LogError(f"{where}: content must be a text, or a list of parts")
 
 
+def _text_of(part: Any) -> Any:
+    """The text of a part of a content; the part itself: it has none."""
+    field = _TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    return part if field is None else part.get(field)
+
+
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is one text, which may be empty, and whose calls of tools have their
     arguments as an object, as templates expect (vLLM's `renderers/chat_utils.py`)."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        parts = [part["text"] if isinstance(part, dict) else part for part in content]
-        content = "\n".join(parts)
+        content = "\n".join(map(_text_of, content))
     plain = {**message, "content": content or ""}
     if message["role"] == "assistant" and isinstance(calls, list):
         plain["tool_calls"] = [_called(call) for call in calls]

@@ -459,6 +459,23 @@ def test_the_chat_template_is_that_of_the_tokenizer(tmp_path: Path) -> None:
     assert text_of(tmp_path, messages=messages, add_generation_prompt=False) == text
 
 
+def test_parts_with_a_text_are_read_whatever_their_kind(tmp_path: Path) -> None:
+    turn = {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Who?"},
+            {"type": "output_text", "text": "Two."},
+            {"type": "refusal", "refusal": "No names."},
+            {"type": "input_text", "text": "Sorry."},
+            "Bye.",
+        ],
+    }
+    template = "{% for it in messages %}{{ it.content }};{% endfor %}"
+    said = "Who?\nTwo.\nNo names.\nSorry.\nBye.;"
+    assert text_of(tmp_path, template, messages=[turn]) == said
+    assert len(prompts_of(tmp_path, {"messages": [turn]})) == 1
+
+
 def prompts_of(tmp_path: Path, *lines: Any, keys: tuple[str, ...] = ()) -> list[PromptTokens]:
     file = logs.write(tmp_path / "log.jsonl", [*lines])
     return [*BodyPrompts(file, str(LAB), keys, LeftOut()).prompts()]
