@@ -147,7 +147,7 @@ def test_tokens_are_worth_less_where_they_must_be_copied_from() -> None:
     assert 100 == gpu > host > disk > 0
     weights: Any = {"gpu": 1.0, "host": 0.0, "disk": 0.0}
     cautious = Scorer({"s": "http://s"}, TOKEN, weights, transport=answering(held))
-    assert cautious.scores("abc") == {"s": 100.0}
+    assert cautious.scores([*"abc"]) == {"s": 100.0}
 
 
 def test_a_server_of_several_engines_counts_by_what_each_holds() -> None:
