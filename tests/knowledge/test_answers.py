@@ -197,7 +197,7 @@ def test_routers_are_told_what_each_engine_holds_and_where(catalogue: Catalogue)
     """By digests, of the bases with a key; what is faulty, or nowhere as a whole, is not held."""
     engines = [COLD | {"warm": {"one": (3, 0)}, "stored": {"two": "disk"}}, COLD]
     found = answers(catalogue).holdings(COLD | {"engines": engines}, "key")
-    a, b, c, d = document_digests("abcd", "key")
+    a, b, c, d = document_digests([*"abcd"], "key")
     first, second = (engine.documents for engine in found.engines)
     assert {digest: (it.tokens, it.tier) for digest, it in first.items()} == {
         a: (9, "gpu"), b: (9, "gpu"), c: (30, "disk")
