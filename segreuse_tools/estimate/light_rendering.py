@@ -23,15 +23,12 @@ from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, logge
 from segreuse_tools.estimate.traces.lines import LogLines, files_of
 from segreuse_tools.model_folder import InputError, find_model
 from vllm_segreuse.options.parsing import EXTRA_KEYS
-from vllm_segreuse.options.values import is_number, short_repr
+from vllm_segreuse.options.values import short_repr
 
 MOST_SEQUENCES = 16_384
 """Answers to a prompt that a server of vLLM gives, unless its environment says another number."""
 
 _MOST_SEQUENCES_ENV = "VLLM_MAX_N_SEQUENCES"
-
-GREEDY = 1e-5
-"""Below this temperature all answers to a prompt would be the same."""
 
 _SESSIONS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
 """Fields of a body that name who asks, the best first."""
@@ -328,9 +325,8 @@ def _sequences(where: str, body: Mapping[str, Any]) -> int:
         raise LogError(
             f"{where}: n must be at most {limit} ({_MOST_SEQUENCES_ENV}), got {short_repr(found)}"
         )
-    temperature = body.get("temperature")
-    if found > 1 and is_number(temperature) and temperature < GREEDY:
-        raise LogError(f"{where}: n must be 1 with temperature={temperature}, got {found}")
+    if found > 1 and body.get("temperature") == 0:  # all of them would be the same
+        raise LogError(f"{where}: n must be 1 with temperature=0, got {found}")
     return found
 
 

@@ -22,12 +22,7 @@ from bench.shapes import make_model
 from segreuse_tools.commands import estimate as cli
 from segreuse_tools.estimate.gain import Gain, SizeRow
 from segreuse_tools.estimate.light_options import sizes
-from segreuse_tools.estimate.light_rendering import (
-    GREEDY,
-    MOST_SEQUENCES,
-    BodyPrompts,
-    ChatTokenizer,
-)
+from segreuse_tools.estimate.light_rendering import MOST_SEQUENCES, BodyPrompts, ChatTokenizer
 from segreuse_tools.estimate.prompts import PromptTokens
 from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.model_folder import InputError
@@ -515,7 +510,7 @@ def test_each_prompt_and_each_answer_to_it_counts(tmp_path: Path) -> None:
 def test_so_many_answers_count_as_a_server_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [{"prompt": [1], "n": 3, "temperature": it} for it in (0.5, None, 1e-5)]
+    lines = [{"prompt": [1], "n": 3, "temperature": it} for it in (0.5, None, 1e-9)]
     lines += [{"prompt": [1], "n": 1, "temperature": 0}]
     assert len(prompts_of(tmp_path, *lines)) == 10
     monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "2")
@@ -527,8 +522,8 @@ def test_the_most_answers_are_those_of_vllm() -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    SamplingParams(n=MOST_SEQUENCES, temperature=GREEDY)
-    for over in ({"n": MOST_SEQUENCES + 1}, {"n": 2, "temperature": GREEDY / 2}):
+    SamplingParams(n=MOST_SEQUENCES, temperature=1e-9)
+    for over in ({"n": MOST_SEQUENCES + 1}, {"n": 2, "temperature": 0}):
         with pytest.raises(VLLMValidationError):
             SamplingParams(**over)
 
