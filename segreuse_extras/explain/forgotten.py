@@ -124,7 +124,7 @@ def _cell_of(mark: np.uint64, keys: HashArray, is_taken: BoolArray) -> int:
     cell = np.int64((mark * np.uint64(GOLDEN)) >> np.uint64(32)) & (keys.size - 1)
     while is_taken[cell] and keys[cell] != mark:
         cell = (cell + 1) & (keys.size - 1)
-    return cell
+    return int(cell)
 
 
 @kernel
