@@ -29,7 +29,8 @@ SHIFT = {"segreuse_policy": "shift"}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = tmp_path_factory.mktemp("healing") / "config.yaml"
     config.write_text(HEALING)
-    with Server(make_model("llama"), ["--segreuse-config", str(config)]) as running:
+    env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /pause
+    with Server(make_model("llama"), ["--segreuse-config", str(config)], env) as running:
         yield running
 
 
