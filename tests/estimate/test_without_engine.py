@@ -468,7 +468,10 @@ def test_parts_with_a_text_are_read_whatever_their_kind(tmp_path: Path) -> None:
     template = "{% for it in messages %}{{ it.content }};{% endfor %}"
     said = "Who?\nTwo.\nNo names.\nSorry.\nBye.;"
     assert text_of(tmp_path, template, messages=[turn]) == said
-    assert len(prompts_of(tmp_path, {"messages": [turn]})) == 1
+    (tmp_path / "config.json").write_text("{}")
+    file = logs.write(tmp_path / "log.jsonl", [{"messages": [turn]}])
+    (prompt,) = BodyPrompts(file, str(tmp_path), (), LeftOut()).prompts()
+    assert len(prompt.tokens) == len(said), "a token is a byte"
 
 
 def prompts_of(tmp_path: Path, *lines: Any, keys: tuple[str, ...] = ()) -> list[PromptTokens]:
