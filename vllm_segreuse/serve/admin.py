@@ -200,9 +200,9 @@ def answer(
 
 async def _http_error(request: Request, error: Any) -> Response:
     why = error.__cause__  # of a body that cannot be read, which FastAPI does not tell
-    text = str(error.detail) if why is None else f"{_BODY}: {why}"
-    text = TOO_DEEP if isinstance(why, RecursionError) else text
-    return answer(error.status_code, text, error.headers)
+    told = str(error.detail) if why is None else f"{_BODY}: {why}"
+    told = TOO_DEEP if isinstance(why, RecursionError) else told
+    return answer(error.status_code, told, error.headers)
 
 
 async def _recursion_error(request: Request, error: Any) -> JSONResponse:
