@@ -17,6 +17,7 @@ from vllm_segreuse.compat.engine_core import (
     CHANGING,
     _collective_rpc,
     _handle_shutdown,
+    _run_busy_loop,
     segreuse_set_enabled,
     segreuse_status,
 )
@@ -56,17 +57,12 @@ def test_engine_without_our_connector_says_so(connector: Any) -> None:
 def test_an_engine_that_is_told_to_end_does_nothing_more_for_nobody(is_running: bool) -> None:
     """It would go on until that is done."""
     happened: list[Any] = []
-    side = SimpleNamespace(
-        resetting=lambda: happened.append("given up") or ["part"],
-        steps_by=lambda wake, is_paused: None,
-    )
+    side = SimpleNamespace(resetting=lambda: happened.append("given up") or ["part"])
     scheduler = SimpleNamespace(
         connector=SimpleNamespace(scheduler_side=side),
         finish_requests=lambda *given: happened.append(given),
     )
-    engine = SimpleNamespace(
-        is_running=lambda: is_running, scheduler=scheduler, input_queue=Queue()
-    )
+    engine = SimpleNamespace(is_running=lambda: is_running, scheduler=scheduler)
     ends = _handle_shutdown(lambda self: happened.append("asked") or True)
     assert ends(engine) is True
     given_up = ["given up", (["part"], RequestStatus.FINISHED_ABORTED)]
@@ -79,9 +75,10 @@ def test_an_engine_that_sleeps_is_woken_by_a_message_of_vllms_own() -> None:
     scheduler = SimpleNamespace(
         connector=SimpleNamespace(scheduler_side=side), pause_state=PauseState.UNPAUSED
     )
-    engine = SimpleNamespace(is_running=lambda: True, scheduler=scheduler, input_queue=Queue())
-    _handle_shutdown(lambda self: True)(engine)
-    wake, is_paused = given
+    engine = SimpleNamespace(scheduler=scheduler, input_queue=Queue())
+    _run_busy_loop(lambda self: given.append("runs"))(engine)
+    wake, is_paused, runs = given
+    assert runs == "runs"
     assert engine.input_queue.empty()
     wake()
     assert engine.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)

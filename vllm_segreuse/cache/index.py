@@ -411,11 +411,7 @@ class SegmentIndex:
         return own + known
 
     def missing(self, namespace: int, block_ids: IntArray) -> IntArray:
-        """Indices, ascending, of the block ids that are not known in a namespace.
-
-        Args:
-            block_ids: int32 `[n]`, each in `0 .. num_blocks - 1`.
-        """
+        """Indices, int32 and ascending, of the blocks of which `entries` knows none."""
         return np.flatnonzero(self.entries(namespace, block_ids) < 0).astype(np.int32)
 
     def entries(self, namespace: int, block_ids: IntArray) -> IntArray:

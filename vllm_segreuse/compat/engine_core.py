@@ -42,24 +42,32 @@ def install(digest: Digest) -> None:
     Args:
         digest: called in the workers.
     """
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
     add_method(EngineCore, "segreuse_set_enabled", segreuse_set_enabled)
     add_method(EngineCore, "segreuse_status", segreuse_status)
     add_method(EngineCore, "segreuse_call", segreuse_call)
     wrap(EngineCore, "collective_rpc", _collective_rpc, digest)
     wrap(EngineCoreProc, "_handle_shutdown", _handle_shutdown)
+    wrap(EngineCoreProc, "run_busy_loop", _run_busy_loop)
+    wrap(DPEngineCoreProc, "run_busy_loop", _run_busy_loop)
 
 
-def _handle_shutdown(original: Callable[..., bool]) -> Callable[..., bool]:
+def _run_busy_loop(original: Callable[..., None]) -> Callable[..., None]:
     from vllm.v1.engine import EngineCoreRequestType
 
-    # Called before each step.
-    def handle_shutdown(self: Any) -> bool:
+    def run_busy_loop(self: Any) -> None:
         side = scheduler_side(self.scheduler.connector)
         if side is not None:
             wake = partial(self.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None))
             side.steps_by(wake, partial(is_paused, self.scheduler))
+        original(self)
+
+    return run_busy_loop
+
+
+def _handle_shutdown(original: Callable[..., bool]) -> Callable[..., bool]:
+    def handle_shutdown(self: Any) -> bool:
         if not self.is_running():
             abort_own(self.scheduler)
         return original(self)
