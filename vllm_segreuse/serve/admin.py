@@ -200,9 +200,8 @@ def answer(
 
 async def _http_error(request: Request, error: Any) -> Response:
     why = error.__cause__  # of a body that cannot be read, which FastAPI does not tell
-    told = str(error.detail) if why is None else f"{_BODY}: {why}"
-    told = TOO_DEEP if isinstance(why, RecursionError) else told
-    return answer(error.status_code, told, error.headers)
+    told = TOO_DEEP if isinstance(why, RecursionError) else f"{_BODY}: {why}"
+    return answer(error.status_code, str(error.detail) if why is None else told, error.headers)
 
 
 async def _recursion_error(request: Request, error: Any) -> JSONResponse:
