@@ -68,7 +68,9 @@ def pass_bytes(vllm_config: VllmConfig) -> int:
     tokens += vllm_config.scheduler_config.max_num_batched_tokens
     config = _config(vllm_config)
     tokens += _sent_tokens(vllm_config, config)
-    states = 6 if config.cuts else 4 if _has_windows(vllm_config) else 2
+    text, of_windows = model.hf_text_config, ("sliding_window", "attention_chunk_size")
+    has_windows = any(getattr(text, name, None) is not None for name in of_windows)
+    states = 6 if config.cuts else 4 if has_windows else 2
     states += _auxiliary_layers(vllm_config)
     of_token = states * model.get_hidden_size() * model.dtype.itemsize + _INDEX_BYTES
     return (
@@ -88,13 +90,6 @@ def _sent_tokens(vllm_config: VllmConfig, config: SegReuseConfig) -> int:
     most = int(vllm_config.scheduler_config.max_num_batched_tokens)
     share = config.spread_work(most, 1) or most
     return 2 * (share + most)
-
-
-def _has_windows(vllm_config: VllmConfig) -> bool:
-    """Whether layers may attend to windows or chunks."""
-    text = vllm_config.model_config.hf_text_config
-    names = ("sliding_window", "attention_chunk_size")
-    return any(getattr(text, name, None) is not None for name in names)
 
 
 def _choice_bytes(vllm_config: VllmConfig) -> int:
@@ -159,26 +154,20 @@ def _halo_bytes(vllm_config: VllmConfig, config: SegReuseConfig) -> int:
 
 
 def _builder_bytes(vllm_config: VllmConfig) -> int:
-    if vllm_config.model_config.use_mla:
-        return _BUILDER_BYTES + _latent_workspace_bytes(vllm_config)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model.use_mla:  # latent vectors of a prefill's context
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+        tokens = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
+        return _BUILDER_BYTES + int(tokens * model.get_head_size() * model.dtype.itemsize)
     backend = vllm_config.attention_config.backend
     if backend is None or backend.name != "FLASHINFER":
         return _BUILDER_BYTES
     import vllm.envs as envs
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     channels = model.get_num_attention_heads(parallel) * _channels(model)
     workspace = max(
         envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, chunk * channels * _FLASHINFER_ELEMENT_BYTES
     )
     return _BUILDER_BYTES + int(workspace)
-
-
-def _latent_workspace_bytes(vllm_config: VllmConfig) -> int:
-    """Latent vectors of a prefill's context, as vLLM's builders for MLA set them aside."""
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
-
-    model = vllm_config.model_config
-    tokens = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
-    return int(tokens * model.get_head_size() * model.dtype.itemsize)

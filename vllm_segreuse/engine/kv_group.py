@@ -106,12 +106,13 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
     block_size = groups[index].kv_cache_spec.block_size
     _check_sizes(kv_cache_config, block_size)
     order = [index, *(i for i in range(len(groups)) if i != index)]
+    others = [next(iter(by_layer[i].values())) for i in order[1:]]
     return KvGroup(
         index,
         {name: spec for i in order for name, spec in by_layer[i].items()},
         block_size,
         tuple(order[1:]),
-        tuple(_window(by_layer[i]) for i in order[1:]),
+        tuple(it.sliding_window if isinstance(it, SlidingWindowSpec) else None for it in others),
         {name: table for table, i in enumerate(order) for name in by_layer[i]},
     )
 
@@ -126,14 +127,6 @@ def groups_of_states(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     states = tuple(i for i, found in enumerate(kinds) if found == {MambaSpec})
     rest = [found for i, found in enumerate(kinds) if i not in states]
     return states if rest == [{FullAttentionSpec}] else ()
-
-
-def _window(specs: Mapping[str, Any]) -> int | None:
-    """Tokens that vLLM keeps blocks for, of the layers of a group; None: of all."""
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    first = next(iter(specs.values()))
-    return int(first.sliding_window) if isinstance(first, SlidingWindowSpec) else None
 
 
 def _check_sizes(kv_cache_config: KVCacheConfig, block_size: int) -> None:

@@ -111,8 +111,8 @@ class Collected:
                 residual = self._room(chunk.residual, before.residual)
             hidden_states = self._room(chunk.hidden_states, before.hidden_states)
             self.state = LayerState(hidden_states, residual)
-        residual = chunk.residual
-        if residual is not None and _share_storage(residual, self.state.hidden_states):
+        residual, kept = chunk.residual, self.state.hidden_states.untyped_storage()
+        if residual is not None and residual.untyped_storage().data_ptr() == kept.data_ptr():
             residual = residual.clone()  # a layer may add to what it was given, and return it so
         self.state.hidden_states[part] = chunk.hidden_states
         if residual is not None:
@@ -124,7 +124,3 @@ class Collected:
         if before is not None and before.shape == shape and before.dtype == chunk.dtype:
             return before
         return chunk.new_empty(shape)
-
-
-def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -219,7 +219,9 @@ class DecoderStack:
         names: list[str] = []
         alike = self._has_residual or self._returns_tuple is not None
         for name, value in _further(given).items():
-            tensors = _tensors(value)
+            # Cosines and sines come in a tuple.
+            values = value if isinstance(value, tuple | list) else (value,)
+            tensors = [each for each in values if isinstance(each, torch.Tensor)]
             alike = alike and all(count in each.shape[:2] for each in tensors)
             names += [name] if tensors else []
         if names and not alike:
@@ -302,7 +304,10 @@ class DecoderStack:
         """The same on these very tensors: CUDA graphs read where they were captured."""
         if self.behind:
             return self._up_to_sharing(token_ids, positions), []
-        return _with_auxiliary(self._run_model(token_ids, positions))
+        output = self._run_model(token_ids, positions)
+        hidden_states, auxiliary = output if isinstance(output, tuple) else (output, [])
+        assert isinstance(hidden_states, torch.Tensor)
+        return hidden_states, auxiliary
 
     def _up_to_sharing(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         caught: list[LayerState] = []
@@ -403,22 +408,9 @@ class DecoderStack:
         return key, value
 
 
-def _with_auxiliary(output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What a model returns: hidden states, and those of other layers if it was asked for them."""
-    hidden_states, auxiliary = output if isinstance(output, tuple) else (output, [])
-    assert isinstance(hidden_states, torch.Tensor)
-    return hidden_states, auxiliary
-
-
 _STATE = ("positions", "hidden_states", "residual")
 
 
 def _further(given: Mapping[str, object]) -> dict[str, object]:
     """What a layer is given beside its state and its tokens' positions."""
     return {name: value for name, value in given.items() if name not in _STATE}
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    """An argument, or those in it: cosines and sines come in a tuple."""
-    values = value if isinstance(value, tuple | list) else (value,)
-    return [each for each in values if isinstance(each, torch.Tensor)]

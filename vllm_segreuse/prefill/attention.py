@@ -258,7 +258,8 @@ class PassAttention:
             execution: how the model runs.
             watching: is told what reaches attention.
         """
-        if self._attends_in_rows(tokens):
+        in_rows = self._long_run is not None and has_long_runs(tokens, self._long_run)
+        if in_rows or not self._by_kernel:
             with (
                 watched(self._by_kernel + self._in_rows, watching, len(tokens)),
                 self._rows.forward_context(tokens, block_tables, execution),
@@ -289,12 +290,6 @@ class PassAttention:
             return None
         slots = [self._tables.slots(tokens, block_tables, it) for it in range(self._tables.count)]
         return {it.attention.layer_name: slots[it.table] for it in self._layers.values()}
-
-    def _attends_in_rows(self, tokens: TokenTable) -> bool:
-        """Whether all layers do: it is faster, or there is no kernel."""
-        if not self._by_kernel:
-            return True
-        return self._long_run is not None and has_long_runs(tokens, self._long_run)
 
     def _metadata(self, tokens: TokenTable, block_tables: torch.Tensor) -> dict[str, Any]:
         """Of scattered queries, by layer; the stock backend's where there is no kernel."""

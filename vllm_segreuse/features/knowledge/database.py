@@ -111,7 +111,13 @@ def _prepare(sql: sqlite3.Connection, file: str | None) -> None:
     sql.execute("BEGIN EXCLUSIVE")
     for statement in _TABLES.split(";"):
         sql.execute(statement)
-    _check_version(sql)
+    sql.execute("INSERT OR IGNORE INTO about VALUES ('version', ?)", (_VERSION,))
+    rows = sql.execute(f"SELECT {text('value')} FROM about WHERE name = 'version'")
+    version = to_text(rows.fetchone()[0])
+    if version.isdecimal() and version not in _READABLE:
+        raise ValueError(f"it is a manifest of version {version}, not {_VERSION}")
+    # Anything else is damaged. Each row tells by itself whether it is sound.
+    sql.execute("UPDATE about SET value = ? WHERE name = 'version'", (_VERSION,))
     _migrate(sql)
     # What was counted of a document whose deletion a crash has cut short.
     sql.execute("DELETE FROM uses WHERE entry NOT IN (SELECT entry FROM documents)")
@@ -142,16 +148,6 @@ def _narrow(file: str) -> None:
             if stat.S_IMODE(os.stat(path).st_mode) & ~_PRIVATE:
                 os.chmod(path, _PRIVATE)
                 logger.warning("segment reuse: %s was open to others: its mode is 0600 now", path)
-
-
-def _check_version(sql: sqlite3.Connection) -> None:
-    sql.execute("INSERT OR IGNORE INTO about VALUES ('version', ?)", (_VERSION,))
-    rows = sql.execute(f"SELECT {text('value')} FROM about WHERE name = 'version'")
-    version = to_text(rows.fetchone()[0])
-    if version.isdecimal() and version not in _READABLE:
-        raise ValueError(f"it is a manifest of version {version}, not {_VERSION}")
-    # Anything else is damaged. Each row tells by itself whether it is sound.
-    sql.execute("UPDATE about SET value = ? WHERE name = 'version'", (_VERSION,))
 
 
 def _migrate(sql: sqlite3.Connection) -> None:

@@ -74,7 +74,14 @@ def model_fingerprint(vllm_config: VllmConfig, group: KvGroup, codec: str = "raw
         vllm_config.cache_config,
         vllm_config.parallel_config,
     )
-    _check_names(cache.prefix_caching_hash_algo)
+    # A record of an exact block is found by vLLM's name of it, by other processes, too.
+    if cache.prefix_caching_hash_algo not in _SAFE_NAMES:
+        raise UnsafeNamesError(
+            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, for which prompts with "
+            "equal hashes can be made: with tier.path, whoever has two would change the prefix of "
+            "others, after a restart and in other engines, too; use --prefix-caching-hash-algo "
+            "sha256, or start without tier.path"
+        )
     config = model.hf_config.to_dict()
     parts: dict[str, object] = {
         "format": FORMAT,
@@ -98,17 +105,6 @@ def model_fingerprint(vllm_config: VllmConfig, group: KvGroup, codec: str = "raw
     if draft := _draft(vllm_config):
         parts["draft"] = draft
     return digest_of(parts)
-
-
-def _check_names(algorithm: str) -> None:
-    """A record of an exact block is found by vLLM's name of it, by other processes, too."""
-    if algorithm not in _SAFE_NAMES:
-        raise UnsafeNamesError(
-            f"prefix_caching_hash_algo is {algorithm}, for which prompts with equal hashes can be "
-            "made: with tier.path, whoever has two would change the prefix of others, after a "
-            "restart and in other engines, too; use --prefix-caching-hash-algo sha256, or start "
-            "without tier.path"
-        )
 
 
 def _draft(vllm_config: VllmConfig) -> list[str]:

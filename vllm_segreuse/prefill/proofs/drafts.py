@@ -74,7 +74,11 @@ class DraftProof:
             draft, self._layouts, self._rows, settings, group, blocks, vllm_config
         )
         self.scratch.distance -= 1  # positions begin one later than the target's
-        self._check_length()
+        needed = self.scratch.count + self.scratch.distance + 1
+        if draft.max_positions < needed:
+            raise UnsupportedModelError(
+                f"the draft takes {draft.max_positions} positions, the proof needs {needed}"
+            )
         self._ropes = self._rotations()
         pages, dtype = typed_pages(draft.attention[0]), vllm_config.model_config.dtype
         most = vllm_config.model_config.max_model_len
@@ -96,13 +100,6 @@ class DraftProof:
         """What the target's pass has to give to it."""
         auxiliary = self._draft.auxiliary_layers
         return ForDrafts(self._draft.takes_states and not auxiliary, auxiliary)
-
-    def _check_length(self) -> None:
-        needed = self.scratch.count + self.scratch.distance + 1
-        if self._draft.max_positions < needed:
-            raise UnsupportedModelError(
-                f"the draft takes {self._draft.max_positions} positions, the proof needs {needed}"
-            )
 
     @torch.inference_mode()
     def _rotations(self) -> list[DeltaRope | None]:

@@ -162,18 +162,15 @@ class Scratch:
             torch.zeros_like(positions),
             slots + positions % self.block_size,
         )
+        rotary = positions
+        if self.mrope_positions is not None:
+            rotary = torch.from_numpy(self.mrope_positions[:, part].astype(np.int64)).to(device)
         computing = self._rows.forward_context(tokens, blocks)
         entering: AbstractContextManager[None] = nullcontext()
         if self.entering is not None:
             entering = self.stack.given(self.entering.take(part).clone())
         with self._settings.adapters.applied(0, len(tokens)), computing, entering:
-            return (run or self.stack.forward)(tokens.token_ids, self._rotary(positions) + distance)
-
-    def _rotary(self, positions: torch.Tensor) -> torch.Tensor:
-        if self.mrope_positions is None:
-            return positions
-        numbers = self.mrope_positions[:, positions.cpu().numpy()].astype(np.int64)
-        return torch.from_numpy(numbers).to(positions.device)
+            return (run or self.stack.forward)(tokens.token_ids, rotary + distance)
 
     def clear_copy(self) -> None:
         """Zero the blocks that passes and moves write to."""
