@@ -112,6 +112,7 @@ def _install_engine() -> None:
     """What engine and worker processes need."""
     from vllm_segreuse.compat import (
         engine_core,
+        mamba_mixer2,
         model_runner,
         omp_processes,
         prefix_cache_stats,
@@ -125,6 +126,7 @@ def _install_engine() -> None:
 
     require_supported_vllm()
     engine_core.install(_weights_digest)
+    mamba_mixer2.install()
     model_runner.install(_pass_bytes)
     omp_processes.install(runs_alone)
     prefix_cache_stats.install()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the gated delta rule: the state behind a segment is composed, as its KV is moved.
+"""Layers that hand a state on: the state behind a segment is composed, as its KV is moved.
 
-With the gated delta rule (arXiv 2412.06464, Qwen3-Next, Qwen3.5) a segment is an affine map of the
-state in front of it, `S_out = A S_in + B`. `A` and `B` are of the segment alone, so a segment that
-moves needs no rotation there.
+With the gated delta rule (`delta_rule.py`) and Mamba-2 (`mamba2.py`) a segment is an affine map of
+the state in front of it, `S_out = A S_in + B`. `A` and `B` are of the segment alone, so a segment
+that moves needs no rotation there. `A` is a matrix of each head, or a number; nothing but these two
+files, and `kinds.py`, which tells them apart, knows which.
 
     first prompt     . . a b c d e f . .      its blocks donate KV of the attention layers
     second prompt    . x a b c d e f . y      that KV is known: A and B are noted

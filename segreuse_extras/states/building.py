@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from segreuse_extras.states.capture import Captures
+from segreuse_extras.states.kinds import state_layers
 from segreuse_extras.states.layers import StateLayers
 from segreuse_extras.states.options import StatesServer
 from segreuse_extras.states.prefill import StatesPrefill
 from segreuse_extras.states.proof import prove_states
+from segreuse_extras.states.refusals import check_budget
 from segreuse_extras.states.rows import StateRows
 from segreuse_extras.states.stack import StateStack
 from vllm_segreuse.compat import gdn_attention
@@ -56,19 +58,11 @@ def proven_states(
         RefusedError: naming the layer or the property that could not be proven.
     """
     try:
-        layers = StateLayers.of(vllm_config, kv_cache_config, group)
-        _check_budget(StatesServer.of(config).state_bytes, layers.map_bytes)
+        layers = state_layers(vllm_config, kv_cache_config, group)
+        check_budget(StatesServer.of(config).state_bytes, layers.map_bytes)
         return _proven(vllm_config, kv_cache_config, group, layers)
     except (PageLayoutError, RopeError, UnsupportedModelError) as error:
         raise RefusedError(f"{error}{WITHOUT}") from error
-
-
-def _check_budget(state_bytes: int, map_bytes: int) -> None:
-    if state_bytes < map_bytes:
-        raise RefusedError(
-            f"state_bytes={state_bytes} holds nothing: what one segment changes of this model's "
-            f"states takes {map_bytes} bytes; set state_bytes to some times as much"
-        )
 
 
 def _proven(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps are noted while the model computes their segments.
 
-Each layer scans a segment twice more: from no state, which leaves what the segment adds, and with
-values of zero from the unit matrix, which leaves the product. Where a segment takes several steps,
-both go on from what the step before has left.
+Each layer scans a segment twice more (`StateLayer.note`): from no state, which leaves what the
+segment adds, and with values of zero from the unit matrix or the number 1, which leaves the
+product. Where a segment takes several steps, both go on from what the step before has left.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-import torch
 
 from segreuse_extras.states.layers import SegmentMap, StateLayers, StateMap
 from segreuse_extras.states.messages import Captured, CaptureOrder
@@ -121,7 +119,7 @@ class Captures:
             self._rests = False
 
     def observe(self, scan: Scan) -> None:
-        """A layer is about to scan tokens (`compat/gdn_attention.py`)."""
+        """A layer is about to scan tokens (`compat/gdn_attention.py`, `compat/mamba_mixer2.py`)."""
         if self._rests or not self._under_way:
             return
         layer = self._layers.index[scan.layer]
@@ -147,9 +145,5 @@ class Captures:
         known = it.maps[layer]
         assert known is not None
         begin, end = (row.first + position - row.position for position in (first, stop))
-        scan.again(begin, end, known.product[None], valued=False)
-        scan.again(begin, end, known.added[None], valued=True)
-        tail = torch.cat((known.tail, scan.inputs[begin:end]))
-        tail = tail[-self._layers.layers[layer].num_inputs :].clone()
-        it.maps[layer] = StateMap(known.product, known.added, tail)
+        it.maps[layer] = self._layers.layers[layer].note(known, scan, begin, end)
         it.reached[layer] = stop

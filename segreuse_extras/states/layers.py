@@ -3,28 +3,25 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-from vllm_segreuse.engine.kv_group import KvGroup
-from vllm_segreuse.model.modules import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm_segreuse.compat.gdn_attention import Scan
 
 
 @dataclass(frozen=True)
 class StateMap:
-    """What a segment makes of the state of one layer: `S_out = product @ S_in + added`.
+    """What a segment makes of the state of one layer: `S_out = product S_in + added`.
 
     Attributes:
-        product, added: `[heads, channels, channels]`; keys' channels first, then values'.
+        product: `[heads, channels, channels]`, the matrix of each head; or `[heads, 1, 1]`, where
+            that is a number times the unit matrix.
+        added: as a state: `[heads, channels, other channels]`.
         tail: `[inputs, channels]`, the last ones of the segment's short convolution.
     """
 
@@ -32,10 +29,17 @@ class StateMap:
     added: torch.Tensor
     tail: torch.Tensor
 
+    @property
+    def is_by_numbers(self) -> bool:
+        """Whether a head has a number for a matrix."""
+        return self.product.shape[1:] == (1, 1)
+
     def compact(self) -> StateMap:
-        """The same in bfloat16, as it is kept: that rounds less than the kernel does by itself."""
+        """The same in bfloat16, as it is kept: that rounds less than the kernel does by itself.
+        Single numbers take no room, and stay."""
         kept = torch.bfloat16
-        return StateMap(self.product.to(kept), self.added.to(kept), self.tail.clone())
+        product = self.product.clone() if self.is_by_numbers else self.product.to(kept)
+        return StateMap(product, self.added.to(kept), self.tail.clone())
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +55,7 @@ class HeldState(NamedTuple):
     """The state of one layer, as tensors of its own.
 
     Attributes:
-        state: `[heads, channels, channels]`.
+        state: `[heads, channels, other channels]`.
         inputs: `[inputs, channels]`, the last ones of the short convolution.
     """
 
@@ -60,38 +64,55 @@ class HeldState(NamedTuple):
 
 
 HeldStates = list[HeldState]
-"""Of all layers with a state, in order: as many bytes as the map of one segment."""
+"""Of all layers with a state, in order: no more bytes than two maps of a segment take."""
 
 
-class StateLayer:
-    """One of vLLM's layers of the gated delta rule, its cache bound.
+class StateLayer(ABC):
+    """A layer whose state is composed, with its cache; its subclasses are the kinds of such layers.
 
     Args:
         name: vLLM's.
-        layer: vLLM's.
         group: which group of states has it, from 0 on.
+        convolution: `[blocks, inputs, channels]`, the last inputs of its short convolution.
+        states: `[blocks, heads, channels, other channels]`.
 
     Raises:
         UnsupportedModelError: states of this layer are not composed.
     """
 
-    def __init__(self, name: str, layer: Any, group: int) -> None:
+    unknown: ClassVar[str | None] = None
+    """What is not known of answers behind composed states of this kind; None: there is a study."""
+
+    def __init__(
+        self, name: str, group: int, convolution: torch.Tensor, states: torch.Tensor
+    ) -> None:
         self.name, self.group = name, group
-        if type(layer) is not QwenGatedDeltaNetAttention:
-            raise UnsupportedModelError(
-                f"{name} is {type(layer).__name__}, and states are composed of "
-                "QwenGatedDeltaNetAttention only"
-            )
-        convolution, states = layer.kv_cache
-        if states.dtype != torch.float32 or states.shape[-1] != states.shape[-2]:
-            raise UnsupportedModelError(
-                f"{name} has states of {states.dtype} {tuple(states.shape[1:])}; composed are "
-                "those in float32, of keys and values of as many channels"
-            )
-        self._convolution: torch.Tensor = convolution
-        if is_conv_state_dim_first():
-            self._convolution = convolution.transpose(-1, -2)
-        self._states: torch.Tensor = states
+        self._convolution, self._states = convolution, states
+        self.check(name, states)
+
+    @classmethod
+    @abstractmethod
+    def check(cls, name: str, states: torch.Tensor) -> None:
+        """Refuse states of another kind.
+
+        Raises:
+            UnsupportedModelError: naming the layer.
+        """
+
+    @abstractmethod
+    def unit(self) -> torch.Tensor:
+        """The product of no tokens, float32; a tensor of its own."""
+
+    @abstractmethod
+    def scan_again(self, scan: Scan, part: slice, state: torch.Tensor, valued: bool) -> None:
+        """Run vLLM's kernel once more on some of the tokens that a step prefills.
+
+        Args:
+            scan: of the step.
+            part: which of these tokens.
+            state: float32, added to or, without values, multiplied; it is changed in place.
+            valued: with the tokens' values, or with zeros.
+        """
 
     @property
     def num_inputs(self) -> int:
@@ -100,16 +121,28 @@ class StateLayer:
 
     def nothing(self) -> StateMap:
         """The map of no tokens; tensors of its own."""
-        heads, channels, _ = self._states.shape[1:]
-        unit = torch.eye(channels, device=self._states.device).repeat(heads, 1, 1)
-        return StateMap(unit, torch.zeros_like(unit), self._convolution[0, :0].clone())
+        added = torch.zeros_like(self._states[0], dtype=torch.float32)
+        return StateMap(self.unit(), added, self._convolution[0, :0].clone())
+
+    def note(self, known: StateMap, scan: Scan, first: int, stop: int) -> StateMap:
+        """The map of a segment and of further tokens; `known` is used up.
+
+        Args:
+            known: of the segment, as far as it goes.
+            scan: of these tokens and others.
+            first, stop: tokens of the step, which it prefills.
+        """
+        part = slice(first - scan.num_decoded, stop - scan.num_decoded)
+        self.scan_again(scan, part, known.product, valued=False)
+        self.scan_again(scan, part, known.added, valued=True)
+        tail = torch.cat((known.tail, scan.inputs[first:stop]))
+        return StateMap(known.product, known.added, tail[-self.num_inputs :].clone())
 
     @property
     def map_bytes(self) -> int:
         """Of a map as it is kept."""
         one = self.nothing()
-        tail = self._convolution[0]
-        return StateMap(one.product, one.added, tail).compact().num_bytes
+        return StateMap(one.product, one.added, self._convolution[0]).compact().num_bytes
 
     def held(self, block: int) -> HeldState:
         """What is in a block; a copy."""
@@ -132,9 +165,13 @@ class StateLayer:
 
     def compose(self, block: int, segment: StateMap) -> None:
         """The state in a block becomes that behind a segment."""
-        state = self._states[block]
-        state.copy_(torch.baddbmm(segment.added.float(), segment.product.float(), state))
-        self._convolution[block] = segment.tail
+        state, product, added = self._states[block], segment.product.float(), segment.added.float()
+        if segment.is_by_numbers:
+            state.copy_(torch.addcmul(added, product, state.float()))
+        else:
+            state.copy_(torch.baddbmm(added, product, state.float()))
+        inputs = torch.cat((self._convolution[block], segment.tail))
+        self._convolution[block] = inputs[-self.num_inputs :]
 
 
 class StateLayers:
@@ -150,27 +187,15 @@ class StateLayers:
         self.num_groups = num_groups
         self.index = {layer.name: index for index, layer in enumerate(layers)}
 
-    @classmethod
-    def of(
-        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: KvGroup
-    ) -> StateLayers:
-        """Those of a loaded model.
-
-        Raises:
-            UnsupportedModelError: naming the first whose states are not composed.
-        """
-        known = vllm_config.compilation_config.static_forward_context
-        found = [
-            StateLayer(name, known[name], number)
-            for number, index in enumerate(group.states)
-            for name in kv_cache_config.kv_cache_groups[index].layer_names
-        ]
-        return cls(found, len(group.states))
-
     @property
     def map_bytes(self) -> int:
         """Of the map of a segment."""
         return sum(layer.map_bytes for layer in self.layers)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What is not known of answers behind their composed states."""
+        return tuple(dict.fromkeys(it.unknown for it in self.layers if it.unknown))
 
     def begin(self, running: Sequence[int], before: Sequence[int]) -> None:
         """States of a plan are those in front of it.

@@ -76,3 +76,16 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"{_BY} are not proven beside speculative decoding; remove --speculative-config",
         ),
     ]
+
+
+def check_budget(state_bytes: int, map_bytes: int) -> None:
+    """Refuse to keep maps where not even one fits.
+
+    Raises:
+        RefusedError: with what one takes.
+    """
+    if state_bytes < map_bytes:
+        raise RefusedError(
+            f"state_bytes={state_bytes} holds nothing: what one segment changes of this model's "
+            f"states takes {map_bytes} bytes; set state_bytes to some times as much"
+        )

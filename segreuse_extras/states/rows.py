@@ -59,6 +59,8 @@ class StateRows(RowBuilder):
         for (names, builder), block in zip(self._of_states, self.running, strict=True):
             columns = last // self._block_size + 1
             table = block_tables.new_full((1, columns), block)
-            common = common_metadata(tokens, table)
+            # Layers of Mamba-2 insist on an answer. With this one a single token is decoded, also a
+            # prompt's first: the state in front of it is in its block in any case.
+            common = common_metadata(tokens, table).replace(is_prefilling=torch.zeros(1).bool())
             metadata |= dict.fromkeys(names, build_rows(builder, common, decoded=False))
         return metadata

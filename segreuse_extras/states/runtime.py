@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vllm.logger import init_logger
 
@@ -14,6 +14,8 @@ from vllm_segreuse.prefill.checks import Runtime
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from segreuse_extras.states.prefill import StatesPrefill
 
 logger = init_logger("vllm.segreuse")
 
@@ -37,4 +39,6 @@ def runtime_of(
         runtime.max_deviation,
         runtime.kernels,
     )
+    for unknown in cast("StatesPrefill", runtime.prefill).state_layers.unknown:
+        logger.warning("segment reuse: %s (docs/models.md)", unknown)
     return runtime

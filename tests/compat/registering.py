@@ -8,7 +8,7 @@ import pytest
 from vllm_segreuse import plugin
 
 ENGINE = {
-    *("engine_core", "model_runner", "omp_processes", "prefix_cache_stats"),
+    *("engine_core", "mamba_mixer2", "model_runner", "omp_processes", "prefix_cache_stats"),
     *("sampler", "scheduler", "worker", "worker_utils"),
 }
 """What a process of an enabled engine patches, by the files of `compat`."""

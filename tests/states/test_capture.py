@@ -12,7 +12,8 @@ import torch
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
 from segreuse_extras.states.capture import Captures
-from segreuse_extras.states.layers import StateLayer, StateLayers
+from segreuse_extras.states.kinds import state_layer
+from segreuse_extras.states.layers import StateLayers
 from segreuse_extras.states.messages import CaptureOrder
 from vllm_segreuse.compat.gdn_attention import Scan
 from vllm_segreuse.compat.model_runner import RunningRow
@@ -49,7 +50,7 @@ class Model:
         self.rows: list[RunningRow] = []
         loaded = [layer_like() for _ in NAMES]
         self.caches = [layer.kv_cache for layer in loaded]
-        layers = [StateLayer(name, it, 0) for name, it in zip(NAMES, loaded, strict=True)]
+        layers = [state_layer(name, it, 0) for name, it in zip(NAMES, loaded, strict=True)]
         self.layers = StateLayers(layers, 1)
         self.captures = Captures(self.layers, lambda: self.rows)
         torch.manual_seed(0)
@@ -233,4 +234,4 @@ def test_what_is_held_is_put_back() -> None:
 )
 def test_other_layers_are_refused_by_name(layer: Any, why: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"layers.7 .*{why}"):
-        StateLayer("layers.7", layer, 0)
+        state_layer("layers.7", layer, 0)

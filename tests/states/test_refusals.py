@@ -20,6 +20,11 @@ TEXT = {
     "linear_key_head_dim": 64,
     "num_kv_shared_layers": 0,
 }
+MAMBA2 = {
+    "layers_block_type": ["mamba", "attention"],
+    "mamba_n_heads": 48,
+    "num_kv_shared_layers": 0,
+}
 CACHE = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
 
 
@@ -49,6 +54,21 @@ def test_models_of_the_delta_rule_start_where_it_was_asked_for(
     check(asked, options())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        MAMBA2,
+        {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 48},
+        {"layers_block_type": ["mamba", "mlp", "attention", "moe"], "mamba_num_heads": 64},
+        {"layers_block_type": ["hybrid", "hybrid"], "mamba_n_heads": 24},
+    ],
+)
+def test_models_of_mamba_2_start_where_it_was_asked_for(text: dict[str, Any], llama: Any) -> None:
+    asked = engine(llama, text={"num_kv_shared_layers": 0} | text)
+    check_config(asked)
+    check(asked, options())
+
+
 @pytest.mark.parametrize("disabled", [None, True])
 def test_without_the_flag_they_are_refused_with_the_way_out(
     disabled: bool | None, llama: Any
@@ -66,6 +86,9 @@ def test_without_the_flag_they_are_refused_with_the_way_out(
         TEXT | {"layer_types": ["linear_attention", "sliding_attention"]},
         TEXT | {"layer_types": ["mamba", "full_attention"]},
         TEXT | {"layer_types": ["full_attention"]},
+        MAMBA2 | {"layers_block_type": ["mamba", "sliding_attention"]},
+        MAMBA2 | {"layers_block_type": ["conv", "attention"]},
+        {"layers_block_type": ["mamba", "attention"], "mamba_d_state": 16, "mamba_dt_rank": 256},
         {"layer_types": TEXT["layer_types"], "num_kv_shared_layers": 0},
     ],
 )

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from segreuse_extras.states.capture import Captures
-from segreuse_extras.states.layers import HeldStates, StateLayer, StateLayers
+from segreuse_extras.states.kinds import state_layer
+from segreuse_extras.states.layers import HeldStates, StateLayers
 from segreuse_extras.states.messages import CaptureOrder, Placed, PlanStates
 from segreuse_extras.states.prefill import StatesPrefill
 from tests.states.test_capture import CHANNELS, HEADS, INPUTS, delta_rule, layer_like
@@ -95,7 +96,7 @@ class Toy:
             for _ in range(2)
         ]
         self.loaded = [layer_like() for _ in range(2)]
-        of_states = [StateLayer(f"layers.{n}", it, 0) for n, it in enumerate(self.loaded)]
+        of_states = [state_layer(f"layers.{n}", it, 0) for n, it in enumerate(self.loaded)]
         self.states = StateLayers(of_states, 1)
         self.captures = Captures(self.states, list)
         kv: list[Any] = [

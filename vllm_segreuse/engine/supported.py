@@ -22,8 +22,15 @@ _COMPOSED = (
     "; on a CPU, --no-disable-hybrid-kv-cache-manager has states of such layers composed "
     "(docs/hybrids.md); or serve this model without --segreuse"
 )
-# With the gated delta rule (arXiv 2412.06464) a segment is an affine map of the state,
-# S_out = A S_in + B, which does not depend on the segment's position (`segreuse_extras/states/`).
+_WITH_ATTENTION = ("linear_attention", "full_attention")
+_COMPOSABLE = {
+    "linear_key_head_dim": _WITH_ATTENTION,
+    "mamba_n_heads": (*_WITH_ATTENTION, "mamba", "attention", "hybrid"),
+    "mamba_num_heads": (*_WITH_ATTENTION, "mamba", "attention", "mlp", "moe"),
+}
+"""Keys of `config.json` that only models of the gated delta rule (arXiv 2412.06464) have, or of
+Mamba-2 (arXiv 2405.21060), whose states have heads, and the kinds of their layers. A segment is an
+affine map of such a state, S_out = A S_in + B, wherever it stands (`segreuse_extras/states/`)."""
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """What `--kv-cache-dtype` may be."""
@@ -94,22 +101,21 @@ def _of_model(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
 def composes_states(vllm_config: VllmConfig) -> bool:
     """Whether states of a model's layers are to be composed: it was asked for, by vLLM's hybrid KV
     cache manager, and they can be."""
-    can = has_delta_rule(vllm_config.model_config.hf_text_config)
+    can = has_maps(vllm_config.model_config.hf_text_config)
     return can and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
 
 
-def has_delta_rule(text: object) -> bool:
-    """Whether all layers that hand a state on do so by the gated delta rule, and the others are
-    plain attention, by what `config.json` says of the layers for text."""
-    kinds = getattr(text, "layer_types", None)
-    if not isinstance(kinds, list | tuple) or not hasattr(text, "linear_key_head_dim"):
-        return False
-    known = all(kind in ("linear_attention", "full_attention") for kind in kinds)
-    return known and "linear_attention" in kinds
+def has_maps(text: object) -> bool:
+    """Whether states of all layers that hand one on can be composed, and the others are plain
+    attention or have no memory, by what `config.json` says of the layers for text."""
+    known = next((kinds for key, kinds in _COMPOSABLE.items() if hasattr(text, key)), ())
+    named = (getattr(text, key, None) for key in _LAYER_KINDS)
+    kinds = next((it for it in named if isinstance(it, list | tuple)), ())
+    return all(kind in known for kind in kinds) and any(kind in _STATES for kind in kinds)
 
 
 def _states_fault(name: str, text: object, there: bool, asked: bool) -> tuple[bool, str]:
-    can = has_delta_rule(text)
+    can = has_maps(text)
     return there and not (asked and can), (
         f"{name} {_STATES_IN_PLACE_OF_KV}{_COMPOSED if can else WITHOUT}"
     )
@@ -209,13 +215,6 @@ def _latent_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     ]
 
 
-def _without_cache_by_vllm(vllm_config: VllmConfig) -> bool:
-    """Whether it is vLLM, and not the user, that has turned the prefix cache off."""
-    model = vllm_config.model_config
-    other = model.is_hybrid or model.is_attention_free or model.runner_type != "generate"
-    return other or model.is_encoder_decoder or _no_cache_of_latents(vllm_config)
-
-
 def _no_cache_of_latents(vllm_config: VllmConfig) -> bool:
     """Whether vLLM itself has turned its prefix cache off, as for its CPU_MLA backend."""
     from vllm.platforms import current_platform
@@ -251,13 +250,16 @@ def _cut_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bool
 def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     lora, model = vllm_config.lora_config, vllm_config.model_config
+    # It is then vLLM, and not the user, that has turned the prefix cache off.
+    by_vllm = model.is_hybrid or model.is_attention_free or model.runner_type != "generate"
+    by_vllm = by_vllm or model.is_encoder_decoder or _no_cache_of_latents(vllm_config)
     return [
         (
             model.enable_prompt_embeds,
             "prompt embeddings are on; remove --enable-prompt-embeds",
         ),
         (
-            not cache.enable_prefix_caching and not _without_cache_by_vllm(vllm_config),
+            not cache.enable_prefix_caching and not by_vllm,
             "prefix caching is off; remove --no-enable-prefix-caching",
         ),
         (
