@@ -415,12 +415,13 @@ def _with_links(text: str) -> str:
 
 def support() -> str:
     """What passing tests have shown of each shape of model, by device."""
-    from bench.shapes import DRAFTED, LATENT, STATES, SUPPORTED, VISION
+    from bench.shapes import DRAFTED, LATENT, STATES, STATES_OF_MAMBA2, SUPPORTED, VISION
 
     shown = _support()
     features = sources.constant(REPOSITORY / "tests" / "support.py", "FEATURES")
     rows = []
-    for shape, about in (SUPPORTED | VISION | LATENT | DRAFTED | STATES).items():
+    shapes = SUPPORTED | VISION | LATENT | DRAFTED | STATES | STATES_OF_MAMBA2
+    for shape, about in shapes.items():
         of_shape = {where: found.get(shape, []) for where, found in shown.items()}
         cells = [_devices([it for it, has in of_shape.items() if one in has]) for one in features]
         gpu = "" if any(has for it, has in of_shape.items() if it.startswith("gpu")) else "not yet"
@@ -465,6 +466,8 @@ def windows() -> str:
 def _verdict(family: dict[str, Any]) -> str:
     if not family["works"]:
         layers = "; its layers are supported" if family.get("layers") else ""
+        if size := family.get("map_bytes"):
+            layers = f"; composed on CPUs if it is asked for, {size / 2**20:.0f} MiB a map"
         return f"refused: {sources.escaped(family['why'])}{layers}"
     examined = "for text" if family.get("text") else "not"
     works = f"works (layers {examined} examined)" if "code" in family else "works"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from segreuse_extras.trained.refusals import POLICY as LINK
+from segreuse_tools.doctor.composed import ComposedStates
 from segreuse_tools.doctor.looking import look, look_at_rest
 from segreuse_tools.doctor.memory_use import Memory
 from segreuse_tools.doctor.trained_documents import TrainedDocuments
@@ -39,6 +40,7 @@ class Diagnosis:
         memory: see `Memory`; None as for `model`.
         documents: see `TrainedDocuments`; None for an ordinary model.
         windows: see `WindowedKv`; None: no layer has one, or all do.
+        states: see `ComposedStates`; None: none are composed.
     """
 
     works: bool
@@ -54,6 +56,7 @@ class Diagnosis:
     memory: Memory | None
     documents: TrainedDocuments | None = None
     windows: WindowedKv | None = None
+    states: ComposedStates | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Its fields, as JSON has them."""
@@ -98,6 +101,7 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         memory=found.memory,
         documents=found.documents,
         windows=None if examined is None else examined.windows,
+        states=found.states,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from segreuse_tools.doctor.composed import ComposedStates
 from segreuse_tools.doctor.diagnosis import Diagnosis
 from segreuse_tools.doctor.memory_use import Memory
 from segreuse_tools.doctor.trained_documents import TrainedDocuments
@@ -48,6 +49,8 @@ def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         yield from _memory(diagnosis.memory)
     if diagnosis.windows:
         yield "windows", _windows(diagnosis.windows)
+    if diagnosis.states:
+        yield "states", _states(diagnosis.states)
     for note in diagnosis.notes:
         yield "note", note
 
@@ -97,6 +100,14 @@ def _windows(windows: WindowedKv) -> str:
         f"{told}{passed} while it is answered, as all of their blocks are kept: {times:.1f} times "
         f"the {kept} that it holds with --no-disable-hybrid-kv-cache-manager"
     )
+
+
+def _states(states: ComposedStates) -> str:
+    told = (
+        f"{states.layers} layers hand one on; what a segment changes of it takes "
+        f"{_bytes(states.map_bytes)}, and state_bytes holds {states.most_maps:,} of these"
+    )
+    return "; ".join((told, *states.unknown))
 
 
 def _bytes(count: float) -> str:

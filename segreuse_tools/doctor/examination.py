@@ -63,13 +63,21 @@ def examine(vllm_config: VllmConfig) -> Examined:
         UnexaminedError: the model cannot be built without weights, or its layers are not those of a
             pass.
     """
-    from vllm.config import set_current_vllm_config
-
     if composes_states(vllm_config):
         raise UnexaminedError("its states are composed, which start-up proves on the loaded model")
+    with built(vllm_config) as model:
+        return _examined(model, vllm_config)
+
+
+@contextmanager
+def built(vllm_config: VllmConfig) -> Iterator[torch.nn.Module]:
+    """A model on the `meta` device, and meanwhile what its layers ask for. Arguments and errors are
+    those of `examine`."""
+    from vllm.config import set_current_vllm_config
+
     try:
         with set_current_vllm_config(vllm_config), _one_rank():
-            return _examined(_without_weights(vllm_config), vllm_config)
+            yield _without_weights(vllm_config)
     except (RefusedError, ValueError):
         raise
     except Exception as error:

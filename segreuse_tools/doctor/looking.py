@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from segreuse_tools.doctor.composed import ComposedStates, composed_states
 from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
 from segreuse_tools.doctor.memory_use import Memory, memory_of
 from segreuse_tools.doctor.rest import rest_of
@@ -20,7 +21,12 @@ from segreuse_tools.engine_loading import load_code
 from segreuse_tools.model_folder import read_config, text_part
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import kv_transfer_config
-from vllm_segreuse.engine.supported import RefusedError, model_reasons, text_reasons
+from vllm_segreuse.engine.supported import (
+    RefusedError,
+    composes_states,
+    model_reasons,
+    text_reasons,
+)
 from vllm_segreuse.engine.version import UnsupportedVersionError
 from vllm_segreuse.options.server import ConfigError
 
@@ -41,6 +47,7 @@ class Look:
         by_vllm: why vLLM itself does.
         notes: what could not be checked.
         vllm_config, documents, examined, memory: None: vLLM did not get as far.
+        states: None: none are composed.
     """
 
     reasons: tuple[str, ...] = ()
@@ -50,6 +57,7 @@ class Look:
     documents: TrainedDocuments | None = None
     examined: Examined | None = None
     memory: Memory | None = None
+    states: ComposedStates | None = None
 
 
 def look(args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
@@ -67,7 +75,10 @@ def look(args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
         _check_code(config)
         found.vllm_config = args.create_engine_config()
         found.documents = documents_of(found.vllm_config.model_config, folder, options)
-        found.examined = examine(of_one_rank(args, found.vllm_config))
+        alone = of_one_rank(args, found.vllm_config)
+        if composes_states(alone):
+            found.states = composed_states(alone, options)
+        found.examined = examine(alone)
         found.memory = memory_of(found.vllm_config, found.examined)
         if found.examined.lacks is not None:
             found.by_vllm = (found.examined.lacks,)

@@ -5,7 +5,8 @@
 `code` is what vLLM finds out about a model's code, where that cannot be imported without packages
 that the tests do without (torchvision); `text` is whether its layers for text are examined without
 that code. `amx` is whether the machine is to have it; `layers` is whether the layers are supported,
-and it is vLLM that refuses the model.
+and it is vLLM that refuses the model. `map_bytes` are those of what a segment changes of its
+states, where these are composed if it is asked for (`test_states.py`).
 """
 
 import dataclasses

@@ -12,6 +12,10 @@ from segreuse_tools.doctor.diagnosis import Diagnosis, diagnose
 from tests.doctor.test_families import FAMILIES, WITHOUT_TORCHVISION
 from vllm_segreuse.config import SegReuseConfig
 
+UNKNOWN = (
+    "no trained model of Mamba-2 was studied, so what its answers are worth behind composed states "
+    "is not known",
+)
 ASKED: dict[str, Any] = {"disable_hybrid_kv_cache_manager": False, "enforce_eager": True}
 
 
@@ -21,13 +25,54 @@ def found(folder: Path, name: str, arguments: dict[str, Any], policy: str) -> Di
     return diagnose(EngineArgs(model=str(folder), **arguments), options)
 
 
-@pytest.mark.parametrize("policy", ["auto", "shift"])
-def test_a_model_of_the_delta_rule_works_where_it_was_asked_for(
-    policy: str, tmp_path: Path
+AT_PUSH = "qwen3-next-80b-a3b", "granite-4.0-h-tiny"
+WITH_MAPS = [
+    name if name in AT_PUSH else pytest.param(name, marks=pytest.mark.slow)
+    for name, family in FAMILIES.items()
+    if "map_bytes" in family
+]
+
+
+@pytest.mark.parametrize("name", WITH_MAPS)
+def test_models_whose_states_are_composed_work_where_it_was_asked_for(
+    name: str, tmp_path: Path
 ) -> None:
-    said = found(tmp_path, "qwen3-next-80b-a3b", ASKED, policy)
+    said = found(tmp_path, name, ASKED, "auto")
     assert said.works, said.reasons
     assert any("start-up proves on the loaded model" in note for note in said.notes)
+    assert said.states is not None
+    assert said.states.map_bytes == FAMILIES[name]["map_bytes"]
+    assert said.states.most_maps == 2**30 // said.states.map_bytes
+    of_mamba2 = not name.startswith("qwen3")
+    assert said.states.unknown == (UNKNOWN if of_mamba2 else ())
+
+
+def test_a_policy_that_composes_works_as_the_default_does(tmp_path: Path) -> None:
+    said = found(tmp_path, "qwen3-next-80b-a3b", ASKED, "shift")
+    assert said.works, said.reasons
+
+
+def test_no_room_for_one_map_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["granite-4.0-h-tiny"]["config"]))
+    options = SegReuseConfig.from_options({"state_bytes": 10**6})
+    said = diagnose(EngineArgs(model=str(tmp_path), **ASKED), options)
+    assert not said.works
+    assert "state_bytes=1000000 holds nothing" in said.reasons[0]
+
+
+def test_experts_without_a_gate_are_nothing_that_vllm_computes_on_cpus(tmp_path: Path) -> None:
+    """Those of Nemotron 3 Nano; its states would be composed."""
+    said = found(tmp_path, "nemotron-3-nano-30b", ASKED, "auto")
+    [reason] = said.reasons
+    assert reason.startswith("vLLM itself refuses: ")
+
+
+@pytest.mark.parametrize("name", ["jamba-1.5-mini", "mamba2-2.7b", "lfm2-1.2b"])
+def test_other_states_are_refused_also_where_it_was_asked_for(name: str, tmp_path: Path) -> None:
+    """Of Mamba, of Mamba-2 without attention, and of short convolutions."""
+    said = found(tmp_path, name, ASKED, "auto")
+    assert not said.works
+    assert FAMILIES[name]["why"] in said.reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from segreuse_tools.doctor.composed import ComposedStates
 from segreuse_tools.doctor.diagnosis import Diagnosis
 from segreuse_tools.doctor.diagnosis_text import as_text
 from segreuse_tools.doctor.memory_use import Memory
@@ -161,3 +162,11 @@ def test_a_model_with_windows(keeps: bool, text: str) -> None:
         "  windows   12 of 24 layers attend to 1,024 tokens at most; a prompt of 32,768 tokens "
         f"holds {text}\n" in told
     )
+
+
+def test_a_model_whose_states_are_composed() -> None:
+    states = ComposedStates(36, 29037312, 36, ("nothing is known of this",))
+    assert (
+        "  states    36 layers hand one on; what a segment changes of it takes 27.7 MiB, and "
+        "state_bytes holds 36 of these; nothing is known of this\n"
+    ) in as_text(replace(DIAGNOSIS, states=states))
