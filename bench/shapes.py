@@ -148,6 +148,13 @@ _HYBRID = {
     "enable_prefix_caching": True,
     "disable_hybrid_kv_cache_manager": False,
 }
+_MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 64,
+}
 _QWEN3_5 = (
     _TINY
     | _DELTA_RULE
@@ -164,6 +171,11 @@ _QWEN3_5 = (
     }
 )
 """Also models of text alone keep the sections of M-RoPE, which vLLM takes away then."""
+
+
+def _hybrid(model_type: str, why: str, **config: Any) -> Shape:
+    """A model of which some layers hand a state on."""
+    return Shape(model_type, _TINY | config, why, arguments=_HYBRID)
 
 
 def _with_states_and_images(model_type: str, why: str, **text: Any) -> Shape:
@@ -508,6 +520,44 @@ STATES: dict[str, Shape] = {
 }
 """Shapes whose states are composed, by vLLM's hybrid KV cache manager only."""
 
+STATES_OF_MAMBA2: dict[str, Shape] = {
+    "granite_4_h": _hybrid(
+        "granitemoehybrid",
+        "three layers of four hand a state on (Mamba-2), no RoPE on the other, experts",
+        **_MAMBA2,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        position_embedding_type="nope",
+        attention_multiplier=32**-0.5,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+    ),
+    "nemotron_h": _hybrid(
+        "nemotron_h",
+        "layers of Mamba-2, of attention without RoPE and of an MLP, one behind the other",
+        hybrid_override_pattern="M-MM*-M-",
+        mamba_num_heads=4,
+        mamba_head_dim=64,
+        ssm_state_size=64,
+        n_groups=2,
+        chunk_size=64,
+    ),
+    "bamba": _hybrid(
+        "bamba",
+        "three layers of four hand a state on (Mamba-2), partial RoPE on the other",
+        **_MAMBA2,
+        attn_layer_indices=[3],
+    ),
+    "falcon_h1": _hybrid(
+        "falcon_h1",
+        "Mamba-2 and attention side by side in each layer",
+        **_MAMBA2,
+        mamba_d_ssm=256,
+        num_hidden_layers=3,
+    ),
+}
+"""The same, of Mamba-2; the others are of the gated delta rule."""
+
 _BENCH: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 192,
@@ -541,7 +591,9 @@ BENCH: dict[str, Shape] = {
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
 attention, yet a run is over in minutes."""
 
-SHAPES: dict[str, Shape] = SUPPORTED | VISION | LATENT | DRAFTED | REFUSED | STATES | BENCH
+SHAPES: dict[str, Shape] = (
+    SUPPORTED | VISION | LATENT | DRAFTED | REFUSED | STATES | STATES_OF_MAMBA2 | BENCH
+)
 
 
 def cache_root() -> Path:

@@ -250,7 +250,10 @@ class Ledger:
             before = layers.held(running)
             original(running, segment)
             for was, of_layer, found in zip(before, segment, layers.held(running), strict=True):
-                wanted = of_layer.product.double() @ was.state.double() + of_layer.added.double()
+                product, state = of_layer.product.double(), was.state.double()
+                # Of a head, a matrix or a number.
+                faded = product @ state if product.shape[-1] > 1 else product * state
+                wanted = faded + of_layer.added.double()
                 worst = float((found.state - wanted).norm() / wanted.norm())
                 self.worst["composed"] = max(self.worst["composed"], worst)
                 assert worst < COMPOSED

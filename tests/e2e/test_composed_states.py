@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the gated delta rule: segments are moved, and the states behind them are composed."""
+"""Layers that hand a state on: segments are moved, and the states behind them are composed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.shapes import STATES_OF_MAMBA2
 from segreuse_extras.states.scheduler import SegmentStates
 from tests.e2e import states_soak
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
@@ -19,7 +20,10 @@ from tests.parts import parts_of
 pytestmark = pytest.mark.patches("gdn_attention")
 
 SHAPE = os.environ.get("SEGREUSE_TEST_STATES", "qwen3_next")
-"""Others are tested in processes of their own (`test_qwen3_5_states`)."""
+"""Others are tested in processes of their own (`test_qwen3_5_states`, `test_mamba2_states`)."""
+PLAIN: dict[str, Any] = {"enable_prefix_caching": False} if SHAPE in STATES_OF_MAMBA2 else {}
+"""Of plain vLLM: with its prefix cache it reads no longer prompts of Mamba-2 on CPUs
+(`compat/mamba_mixer2.py`)."""
 SHIFT: dict[str, Any] = {"policy": "shift"}
 NOISE = 0.4
 """Of log-probabilities. Where this model's own forward reads the same prompt in chunks that end
@@ -97,7 +101,7 @@ def texts(vocab_size: int) -> tuple[list[list[int]], list[int], list[int], list[
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with engine(SHAPE, segreuse=False) as plain:
+    with engine(SHAPE, segreuse=False, **PLAIN) as plain:
         _, _, prompt, again = texts(plain.vocab_size)
         full = plain.ask(prompt, again)
         alone = states_soak.answers(plain, states_soak.requests(plain.vocab_size, SHORT_SOAK), 8)
