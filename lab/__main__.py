@@ -4,7 +4,7 @@
 A curriculum of lessons, each left once its tasks are solved or its steps are used up. Nothing
 depends on the time it takes: a run that was stopped and called again ends with the same weights as
 one that was not. One CPU core takes about two hours; a GPU minutes. `--kind hybrid` trains a
-sibling with linear attention, which `lab.hybrids` asks, in less.
+sibling with linear attention, which `lab.hybrids` asks, in less; so does `--kind mamba2`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class Kind:
 KINDS = {
     "qwen3": Kind(lambda: Qwen3(Shape(language.VOCABULARY_SIZE)), CURRICULUM),
     "hybrid": Kind(lambda: Hybrid(HybridShape(language.VOCABULARY_SIZE)), HYBRID_CURRICULUM),
+    "mamba2": Kind(
+        lambda: Hybrid(HybridShape(language.VOCABULARY_SIZE, fades=True)), HYBRID_CURRICULUM
+    ),
 }
 
 

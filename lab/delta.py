@@ -46,7 +46,7 @@ class Map:
     """What a segment makes of a state: `kept @ state + added`.
 
     Attributes:
-        kept: `A`, `[rows, heads, key, key]`.
+        kept: `A`, `[rows, heads, key, key]`; or `[rows, heads, 1, 1]`, a number of each head.
         added: `B`, `[rows, heads, key, value]`: the state that the segment leaves behind nothing.
     """
 
@@ -55,11 +55,24 @@ class Map:
 
     def __call__(self, state: Tensor) -> Tensor:
         """The state behind the segment, of one in front of it: `[rows, heads, key, value]`."""
-        return self.kept @ state + self.added
+        return _times(self.kept, state) + self.added
 
     def then(self, later: Map) -> Map:
         """The map of this segment and a later one, as one."""
-        return Map(later.kept @ self.kept, later(self.added))
+        return Map(_times(later.kept, self.kept), later(self.added))
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a layer hands on from token to token.
+
+    Attributes:
+        state: `[rows, heads, key, value]`.
+        tail: the last inputs of the convolution, `[rows, kernel - 1, channels]`.
+    """
+
+    state: Tensor
+    tail: Tensor
 
 
 def scan(
@@ -77,9 +90,9 @@ def scan(
         What the queries read, `[rows, heads, length, value]`, and the state behind the tokens.
     """
     length = tokens.keys.shape[2]
-    keys, values = _cut(tokens.keys, chunk), _cut(tokens.values, chunk)
-    strength = _cut(tokens.strength[..., None], chunk)
-    decay = _cut(tokens.decay[..., None], chunk).squeeze(-1).cumsum(-1)
+    keys, values = cut(tokens.keys, chunk), cut(tokens.values, chunk)
+    strength = cut(tokens.strength[..., None], chunk)
+    decay = cut(tokens.decay[..., None], chunk).squeeze(-1).cumsum(-1)
     # Of all that token i finds, what token j wrote has been through the decays of j + 1 to i.
     between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
     system = (strength * keys) @ keys.transpose(-1, -2) * between
@@ -93,7 +106,7 @@ def scan(
     outgoing = (keys * (last - decay).exp()[..., None]).transpose(-1, -2)
     left = last.exp()[..., None]
     if queries is not None:
-        queries = _cut(queries, chunk)
+        queries = cut(queries, chunk)
         inside = queries @ keys.transpose(-1, -2) * between
         queries = queries * since
     read = []
@@ -117,7 +130,11 @@ def affine(tokens: Tokens, chunk: int = CHUNK) -> Map:
     return Map(state[..., :size], state[..., size:])
 
 
-def _cut(x: Tensor, chunk: int) -> Tensor:
+def _times(kept: Tensor, state: Tensor) -> Tensor:
+    return kept * state if kept.shape[-1] == 1 else kept @ state
+
+
+def cut(x: Tensor, chunk: int) -> Tensor:
     """`[rows, heads, length, size]` to `[rows, heads, chunks, chunk, size]`, filled up with 0: with
     tokens that decay nothing and write nothing."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % chunk))

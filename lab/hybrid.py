@@ -4,7 +4,7 @@
 The layers are those of Qwen3-Next and Qwen3.5 (dense), small enough to read: a short convolution in
 front of the delta rule, keys and queries of length 1, a gate behind; attention has a gate, too, and
 rotary positions in a quarter of a head. `tests/bench/test_hybrids.py` compares it with the one of
-transformers.
+transformers. Or Mamba-2 is in the place of the delta rule.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lab.delta import Map, Tokens, affine, scan
+from lab.delta import Carried, Map, Tokens, affine, scan
 from lab.model import Mlp, Norm, attend, rotate
+from lab.state_space import StateSpace
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class HybridShape:
     linear_value_head_dim: int = 32
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-6
+    fades: bool = False
+    """Whether Mamba-2 stands in the place of the delta rule (`state_space.py`)."""
 
     @property
     def rotary(self) -> int:
@@ -54,19 +57,6 @@ class HybridShape:
     def attends(self, layer: int) -> bool:
         """Whether a layer is one of full attention."""
         return (layer + 1) % self.full_attention_interval == 0
-
-
-@dataclass(frozen=True)
-class Carried:
-    """What a layer of the delta rule hands on from token to token.
-
-    Attributes:
-        state: `[rows, heads, key, value]`.
-        tail: the last inputs of the convolution, `[rows, kernel - 1, channels]`.
-    """
-
-    state: Tensor
-    tail: Tensor
 
 
 @dataclass(frozen=True)
@@ -214,7 +204,7 @@ class Layer(nn.Module):
         if attends:
             self.self_attn = Attention(shape)
         else:
-            self.linear_attn = Linear(shape)
+            self.linear_attn = StateSpace(shape) if shape.fades else Linear(shape)
         self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lab.delta import Map
-from lab.hybrid import Attention, Cached, Carried, Hybrid
+from lab.delta import Carried, Map
+from lab.hybrid import Attention, Cached, Hybrid
 from lab.model import rotate
 
 

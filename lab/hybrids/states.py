@@ -8,7 +8,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lab.hybrid import Carried
+from lab.delta import Carried
 from lab.hybrids.arms import in_pieces
 from lab.hybrids.worlds import World
 from lab.segments import Memory, Passed, Reader, Segment
@@ -83,7 +83,8 @@ def costs(reader: Reader, segment: Segment) -> dict[str, float]:
     multiplied = (
         sum(not layer.attends for layer in reader.model.layers)
         * shape.linear_num_value_heads
-        * shape.linear_key_head_dim**2
+        * (1 if shape.fades else shape.linear_key_head_dim)
+        * shape.linear_key_head_dim
         * shape.linear_value_head_dim
     )
     embedding = reader.model.embed_tokens.weight.numel()

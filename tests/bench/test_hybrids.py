@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lab.delta import Tokens, affine, scan
-from lab.hybrid import Cached, Carried, Hybrid, HybridShape
+from lab import state_space
+from lab.delta import Carried, Tokens, affine, scan
+from lab.hybrid import Cached, Hybrid, HybridShape
 from lab.hybrids import __main__ as command
 from lab.hybrids import figures, states, worlds
 from lab.hybrids.arms import HEADS, SOURCES, Prompt, in_pieces
@@ -92,6 +93,64 @@ def test_maps_of_segments_composed_make_the_state_that_reading_makes(
     torch.testing.assert_close(affine(tokens).kept, whole.kept, rtol=1e-4, atol=1e-4)
 
 
+@given(
+    st.integers(0, 2**20),
+    st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    st.sampled_from([0, 0.01, 1, 30]),
+)
+def test_states_that_fade_are_read_and_composed_as_tokens_one_by_one(
+    seed: int, lengths: list[int], decay: float
+) -> None:
+    """Mamba-2."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = _tokens(generator, sum(lengths), decay)
+    state = composed = torch.randn(2, 3, 8, 6, generator=generator)
+    queries = torch.randn(2, 3, sum(lengths), 8, generator=generator)
+    read, behind = state_space.scan(tokens, state, queries)
+    expected, seen, first = state, [], 0
+    for token in range(sum(lengths)):
+        k, v = tokens.keys[:, :, token, :, None], tokens.values[:, :, token, None]
+        write = tokens.strength[:, :, token, None, None] * k @ v
+        expected = tokens.decay[:, :, token, None, None].exp() * expected + write
+        seen.append((queries[:, :, token, None] @ expected)[:, :, 0])
+    torch.testing.assert_close(read, torch.stack(seen, 2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(behind, expected, rtol=1e-4, atol=1e-4)
+    maps = []
+    for length in lengths:
+        maps.append(state_space.affine(_part(tokens, first, first + length)))
+        composed = maps[-1](composed)
+        first += length
+    torch.testing.assert_close(composed, expected, rtol=1e-4, atol=1e-4)
+    for earlier in maps[-2::-1]:
+        maps[-1] = earlier.then(maps[-1])
+    torch.testing.assert_close(maps[-1](state), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_fades_is_the_one_of_transformers() -> None:
+    from transformers.models.bamba.configuration_bamba import BambaConfig
+    from transformers.models.bamba.modeling_bamba import BambaMixer
+
+    shape = replace(SHAPE, fades=True, linear_num_value_heads=2, linear_value_head_dim=32)
+    mine = _model(shape).layers[0].linear_attn
+    config = BambaConfig(
+        hidden_size=32,
+        mamba_n_heads=2,
+        mamba_d_head=32,
+        mamba_d_state=shape.linear_key_head_dim,
+        mamba_chunk_size=16,
+        rms_norm_eps=shape.rms_norm_eps,
+    )
+    theirs = BambaMixer(config, 0).eval()
+    theirs.load_state_dict(mine.state_dict())
+    hidden = torch.randn(2, 75, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, carried, of_text = mine(hidden, mine.empty(2), mapped=True)
+        expected = theirs(hidden)
+    assert expected.std() > 0.05
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(of_text(mine.empty(2).state), carried.state, rtol=1e-4, atol=1e-4)
+
+
 def test_the_model_is_the_one_of_transformers() -> None:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -99,6 +158,7 @@ def test_the_model_is_the_one_of_transformers() -> None:
     names = asdict(SHAPE)
     theta, factor = names.pop("rope_theta"), names.pop("partial_rotary_factor")
     interval = names.pop("full_attention_interval")
+    assert not names.pop("fades")
     kinds = ["linear_attention"] * (interval - 1) + ["full_attention"]
     config = Qwen3_5TextConfig(
         **names,
