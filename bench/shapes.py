@@ -529,7 +529,7 @@ STATES_OF_MAMBA2: dict[str, Shape] = {
         position_embedding_type="nope",
         attention_multiplier=32**-0.5,
         num_local_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=4,
         shared_intermediate_size=64,
     ),
     "nemotron_h": _hybrid(

@@ -274,10 +274,29 @@ def test_other_states_are_refused_by_name() -> None:
         state_layer(NAME, replaying, 0)
 
 
+def test_the_kernel_of_cpus_gives_no_state_from_within_a_scan(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So vLLM's mixer must want none: it looks for one of each chunk."""
+    scans = list[gdn_attention.Scan]()
+    monkeypatch.setattr(gdn_attention, "_observer", scans.append)
+    world.mixer.read(0, COUNT)
+    [scan] = scans
+    chunks = {
+        "cu_chunk_seqlens": torch.tensor([0, 16, 32, COUNT], dtype=torch.int32),
+        "last_chunk_indices": torch.tensor([2], dtype=torch.int32),
+        "seq_idx": torch.zeros(3, dtype=torch.int32),
+    }
+    within = {"return_intermediate_states": True, "final_states_out": None}
+    given = scan.arguments | chunks | within
+    if "final_states_out" not in scan.arguments:  # vLLM 0.32
+        del given["final_states_out"]
+    assert len(scan.original(**given)) == 1
+
+
 def test_states_within_a_scan_are_wanted_on_gpus_only(
     monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:
-    """The kernel of CPUs leaves none: vLLM's mixer would look for them all the same."""
     layer: Any = world.mixer.layer
     layer.model_config = SimpleNamespace(dtype=torch.bfloat16)
     layer.cache_config = SimpleNamespace(
