@@ -172,7 +172,12 @@ def test_a_map_composes_what_the_kernel_computes(
     assert world.layer.map_bytes == of_layer.num_bytes
 
 
-def test_products_are_the_numbers_by_which_heads_fade(world: World) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_the_numbers_by_which_heads_fade(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, however states are kept."""
+    world = world_of(monkeypatch, dtype)
     found = world.noted()
     dt = world.mixer.projected[FIRST:STOP, -HEADS:] + world.mixer.layer.dt_bias
     expected = (torch.nn.functional.softplus(dt) * world.mixer.layer.A).sum(0).exp()
