@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.shapes import STATES_OF_MAMBA2
 from tests.e2e.engine import engine
 from tests.e2e.test_composed_states import SHAPE, SHIFT
 from vllm_segreuse.engine.supported import RefusedError
@@ -92,6 +93,9 @@ def test_start_up_allows_what_reading_in_other_chunks_is_off_by(
 ) -> None:
     """Rounding adds up over layers: states of a random model of 32 layers are off by more than two
     kernels differ by, composed ones no more than others. As if this one were as deep."""
-    monkeypatch.setattr("segreuse_extras.states.proof.tolerance", lambda dtype: 1e-4)
+    # Of Mamba-2 the first layer's state is the same to the last bit, in whatever chunks it is read:
+    # there maps are off by their own rounding.
+    least = 1e-3 if SHAPE in STATES_OF_MAMBA2 else 1e-4
+    monkeypatch.setattr("segreuse_extras.states.proof.tolerance", lambda dtype: least)
     with engine(SHAPE, segreuse=SHIFT):
         pass
