@@ -88,14 +88,14 @@ def test_start_up_refuses_a_budget_below_one_map() -> None:
         pass
 
 
+@pytest.mark.skipif(
+    SHAPE in STATES_OF_MAMBA2, reason="in other chunks its kernel of CPUs reads the same bits"
+)
 def test_start_up_allows_what_reading_in_other_chunks_is_off_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rounding adds up over layers: states of a random model of 32 layers are off by more than two
     kernels differ by, composed ones no more than others. As if this one were as deep."""
-    # Of Mamba-2 the first layer's state is the same to the last bit, in whatever chunks it is read:
-    # there maps are off by their own rounding.
-    least = 1e-3 if SHAPE in STATES_OF_MAMBA2 else 1e-4
-    monkeypatch.setattr("segreuse_extras.states.proof.tolerance", lambda dtype: least)
+    monkeypatch.setattr("segreuse_extras.states.proof.tolerance", lambda dtype: 1e-4)
     with engine(SHAPE, segreuse=SHIFT):
         pass
