@@ -542,12 +542,6 @@ STATES_OF_MAMBA2: dict[str, Shape] = {
         n_groups=2,
         chunk_size=64,
     ),
-    "bamba": _hybrid(
-        "bamba",
-        "three layers of four hand a state on (Mamba-2), partial RoPE on the other",
-        **_MAMBA2,
-        attn_layer_indices=[3],
-    ),
     "falcon_h1": _hybrid(
         "falcon_h1",
         "Mamba-2 and attention side by side in each layer",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 (arXiv 2405.21060; Granite 4 H, Nemotron-H, Bamba): products are numbers.
+"""Mamba-2 (arXiv 2405.21060; Granite 4 H, Nemotron-H, Falcon-H1): products are numbers.
 
 All of a head's state fades alike: by `exp(A dt)` with each token, and with a segment by the product
 of these. With values of zero vLLM's kernel multiplies by that whatever state it is given, of which

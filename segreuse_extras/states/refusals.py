@@ -59,9 +59,15 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"{_BY} need vLLM's prefix cache, which is off; add --enable-prefix-caching",
         ),
         (
-            cache.enable_prefix_caching and cache.mamba_cache_mode != "align",
-            f"{_BY} are proven with mamba_cache_mode=align only, and it is "
-            f"{cache.mamba_cache_mode}; remove --mamba-cache-mode",
+            cache.enable_prefix_caching and cache.mamba_cache_mode == "all",
+            f"{_BY} are proven with mamba_cache_mode=align only, and it is all; remove "
+            "--mamba-cache-mode",
+        ),
+        # Of models that it knows vLLM makes it `align`.
+        (
+            cache.enable_prefix_caching and cache.mamba_cache_mode == "none",
+            f"vLLM does not serve {model.architecture} by code of its own, and keeps no states "
+            f"for its prefix cache{WITHOUT}",
         ),
         (
             cache.cache_dtype.startswith("fp8"),
