@@ -273,7 +273,7 @@ def test_what_is_no_number_is_computed_in_full(
     def spoilt(prefill: StatesPrefill, plan: ReusePlan, *given: Any) -> bool:
         if plan.recipe.program.chooses:
             for it in prefill.kv:
-                typed_pages(it.attention)[int(plan.block_ids[1])] = torch.nan
+                typed_pages(it.attention)[plan.block_ids.tolist()] = torch.nan
         return compose(prefill, plan, *given)
 
     monkeypatch.setattr(StatesPrefill, "go_on", spoilt)
