@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from vllm_segreuse.compat.gdn_attention import Scan
 
 
+_KEPT = torch.bfloat16
+"""The type of what is kept of a map."""
+
+
 @dataclass(frozen=True)
 class StateMap:
     """What a segment makes of the state of one layer: `S_out = product S_in + added`.
@@ -37,9 +41,8 @@ class StateMap:
     def compact(self) -> StateMap:
         """The same in bfloat16, as it is kept: that rounds less than the kernel does by itself.
         Single numbers take no room, and stay."""
-        kept = torch.bfloat16
-        product = self.product.clone() if self.is_by_numbers else self.product.to(kept)
-        return StateMap(product, self.added.to(kept), self.tail.clone())
+        product = self.product.clone() if self.is_by_numbers else self.product.to(_KEPT)
+        return StateMap(product, self.added.to(_KEPT), self.tail.clone())
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +64,10 @@ class HeldState(NamedTuple):
 
     state: torch.Tensor
     inputs: torch.Tensor
+
+    def rounded(self) -> HeldState:
+        """As if what a map adds were all of it."""
+        return self._replace(state=self.state.to(_KEPT).to(self.state.dtype))
 
 
 HeldStates = list[HeldState]

@@ -22,8 +22,8 @@ from vllm_segreuse.prefill.proofs.scratch import Scratch, relative_error, tolera
 
 _REQUEST = "proof"
 _MOST = 2
-"""A state may be off by so many times as much as if the same tokens are read in other chunks: in
-deep models rounding adds up, of which composing does no more than vLLM's own kernels."""
+"""A state may be off by so many times as much as if the same tokens are read in other chunks, with
+states rounded as maps are: in deep models rounding adds up, of which composing does no more."""
 _SHORT, _BETWEEN, _QUESTION = 24, 40, 16
 """Tokens of segments, of what is computed between them, and of the question. Segments are so short
 that heads still remember what is in front: of longer ones a wrong product would hardly show."""
@@ -87,7 +87,7 @@ def prove_states(scratch: Scratch, prefill: StatesPrefill, running: Sequence[int
         raise UnsupportedModelError("what segments change of states was not noted")
     expected, maps, worst = layers.held(running), dict(captures.maps), 0.0
     given = PlanStates(segments, tuple(running), ())
-    _read_in_stretches(scratch, prefill, given, stop)
+    _read_rounded(scratch, prefill, given, stop)
     usual = _deviations(scratch, layers, layers.held(running), expected, segments)
     for reading in _READINGS:
         scratch.clear_copy()
@@ -100,8 +100,8 @@ def prove_states(scratch: Scratch, prefill: StatesPrefill, running: Sequence[int
                 kind = "a state, or its last inputs," if name in layers.index else "keys or values"
                 raise UnsupportedModelError(
                     f"{name}: {reading.what} is not that of the same tokens read one after the "
-                    f"other ({kind} off by {off:.2g} of their norm; read in other chunks, by "
-                    f"{usual[name]:.2g})"
+                    f"other ({kind} off by {off:.2g} of their norm; read in other chunks, and "
+                    f"rounded between them, by {usual[name]:.2g})"
                 )
         worst = max(worst, *found.values())
     captures.drop([0, 1])
@@ -109,17 +109,21 @@ def prove_states(scratch: Scratch, prefill: StatesPrefill, running: Sequence[int
 
 
 @torch.inference_mode()
-def _read_in_stretches(
+def _read_rounded(
     scratch: Scratch, prefill: StatesPrefill, given: PlanStates, stop: int
 ) -> None:
-    """Compute the same tokens into the other blocks, in chunks that end where segments do."""
+    """Compute the same tokens into the other blocks, in chunks that end where segments do. Behind
+    a segment states are rounded as its map is: the kernel may read the same bits in any chunks."""
     scratch.clear_copy()
-    prefill.state_layers.begin(given.running, ())
+    layers = prefill.state_layers
+    layers.begin(given.running, ())
     prefill.given = {_REQUEST: given}
     plan = _plan(scratch, scratch.copy, stop, Pieces.from_table([]))
     ends = (0, *(end for it in given.segments for end in (it.first, it.stop)))
     for at, end in pairwise(ends):
         prefill.compute_stretch(plan, at, end)
+        if any(end == it.stop for it in given.segments):
+            layers.restore(given.running, [it.rounded() for it in layers.held(given.running)])
     prefill.given = {}
 
 
