@@ -109,9 +109,7 @@ def prove_states(scratch: Scratch, prefill: StatesPrefill, running: Sequence[int
 
 
 @torch.inference_mode()
-def _read_rounded(
-    scratch: Scratch, prefill: StatesPrefill, given: PlanStates, stop: int
-) -> None:
+def _read_rounded(scratch: Scratch, prefill: StatesPrefill, given: PlanStates, stop: int) -> None:
     """Compute the same tokens into the other blocks, in chunks that end where segments do. Behind
     a segment states are rounded as its map is: the kernel may read the same bits in any chunks."""
     scratch.clear_copy()

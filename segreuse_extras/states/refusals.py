@@ -66,8 +66,8 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         # Of models that it knows vLLM makes it `align`.
         (
             cache.enable_prefix_caching and cache.mamba_cache_mode == "none",
-            f"vLLM does not serve {model.architecture} by code of its own, and keeps no states "
-            f"for its prefix cache{WITHOUT}",
+            f"{_BY} need those that vLLM keeps for its prefix cache; it keeps none of "
+            f"{model.architecture}, which it does not serve by code of its own{WITHOUT}",
         ),
         (
             cache.cache_dtype.startswith("fp8"),

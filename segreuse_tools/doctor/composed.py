@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from segreuse_extras.states.options import StatesServer
-from segreuse_extras.states.refusals import check_budget
 from segreuse_tools.doctor.examination import built
 from vllm_segreuse.engine.supported import WITHOUT, RefusedError
-from vllm_segreuse.model.modules import UnsupportedModelError
 from vllm_segreuse.options.server import ServerOptions
 
 if TYPE_CHECKING:
@@ -51,6 +49,8 @@ def composed_states(vllm_config: VllmConfig, options: ServerOptions) -> Composed
 
     from segreuse_extras.states.kinds import state_layer
     from segreuse_extras.states.layers import StateLayers
+    from segreuse_extras.states.refusals import check_budget
+    from vllm_segreuse.model.modules import UnsupportedModelError
 
     with built(vllm_config):
         layers: Any = get_layers_from_vllm_config(vllm_config, MambaBase)

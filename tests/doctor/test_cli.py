@@ -22,7 +22,7 @@ from vllm_segreuse.config import SegReuseConfig
 
 KEYS = [
     *("works", "architectures", "reasons", "notes", "versions", "machine", "model", "policy"),
-    *("backend", "kernels", "memory", "documents", "windows"),
+    *("backend", "kernels", "memory", "documents", "windows", "states"),
 ]
 
 

@@ -100,7 +100,10 @@ ENGINES = [
     ({"model": {"enforce_eager": False}}, "for a compiled model; add --enforce-eager"),
     ({"cache": {"enable_prefix_caching": False}}, "add --enable-prefix-caching"),
     ({"cache": {"mamba_cache_mode": "all"}}, "it is all; remove --mamba-cache-mode"),
-    ({"cache": {"mamba_cache_mode": "none"}}, "keeps no states for its prefix cache; serve this"),
+    (
+        {"cache": {"mamba_cache_mode": "none"}},
+        "by code of its own; serve this model without --segreuse",
+    ),
     ({"cache": {"cache_dtype": "fp8"}}, "beside an fp8 KV cache; use --kv-cache-dtype auto"),
     ({"parallel": {"tensor_parallel_size": 2}}, "use --tensor-parallel-size 1"),
     ({"speculative": "ngram"}, "beside speculative decoding; remove --speculative-config"),
