@@ -14,19 +14,17 @@ from tests.e2e.test_qwen3_5_states import MODULES, run
 
 pytestmark = pytest.mark.patches("mamba_mixer2")
 
-AT_PUSH = {
-    "composed_states": "segments_where or without_composing or single_tokens or several_steps",
-    "composed_states_start": "wrong_product",
-}
-"""Of the modules of Qwen3-Next, and tests of each."""
+AT_PUSH = "segments_where", "without_composing", "single_tokens", "several_steps", "wrong_product"
+"""Of the tests of Qwen3-Next, those that run at every push; in one process, since it takes as long
+to start one."""
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", ["granite_4_h"])
 def test_segments_are_composed_of_mamba_2(shape: str) -> None:
-    for name, tests in AT_PUSH.items():
-        run(shape, "pytest", "-q", f"tests/e2e/test_{name}.py", "-k", tests)
+    files = (f"tests/e2e/test_{name}.py" for name in ("composed_states", "composed_states_start"))
+    run(shape, "pytest", "-q", *files, "-k", " or ".join(AT_PUSH))
 
 
 @pytest.mark.slow("other shapes, and all tests of each", instead="e2e/test_mamba2_states")
