@@ -245,6 +245,9 @@ def test_what_is_not_reused_in_another_context_is_reported_and_counted() -> None
         # The document's first block is gone, and with it all that its others were read behind.
         request = world.add([7] * SIZE + DOCUMENT[SIZE : 3 * SIZE] + [8], options)
         world.run(request)
+        request.num_preemptions += 1
+        request.append_output_token_ids([*DOCUMENT[SIZE : 3 * SIZE]])
+        world.run(request)  # what is found then is no part of its report
         report = world.report(request)
         assert report.get("other_context_tokens") == refused
         assert (report["reused_tokens"] > 0) is (refused is None)

@@ -847,6 +847,25 @@ def test_prompts_are_counted_of_those_who_weigh_turns() -> None:
     assert seen.prompts[-1] == (2, 0, 2)
 
 
+@pytest.mark.parametrize("session_id", [None, "one"])
+def test_equal_prompts_at_once_are_no_later_turns_of_each_other(session_id: str | None) -> None:
+    """Of one that is reused the others take its KV: they lose nothing."""
+    world = cached_document()
+    seen = parts_of(world.side).feature["conversations"].turns = Seen(0.0)
+    weighing = OPTIONS | {"segreuse_weigh_turns": True}
+    requests = [world.add(PROMPT, weighing, session_id=session_id) for _ in range(3)]
+    for request in requests:
+        world.run(request)
+    assert len(seen.prompts) == 1
+    world.run(world.add([*PROMPT, 1], weighing, session_id=session_id))
+    world.run(world.add(PROMPT, weighing, session_id="other"))
+    assert len(seen.prompts) == 3, "other prompts, and those of other sessions, count"
+    for request in requests:
+        world.report(request)
+    world.run(world.add(PROMPT, weighing, session_id=session_id))
+    assert len(seen.prompts) == 4, "one that comes again when they have ended is a later turn"
+
+
 def test_a_named_document_is_reused_however_much_work_that_is() -> None:
     """The tokens that were kept of it, computed as a text, would have the KV of that text."""
     world = World(max_model_len=256)
@@ -1194,6 +1213,18 @@ def test_what_is_computed_again_is_not_saved() -> None:
     assert world.side.saved_tokens(request) == 24
     assert request.prefill_stats.num_external_cached_tokens == 24
     assert world.stats.data["tokens_total"]["recomputed"] == 8
+
+
+def test_a_request_whose_plan_was_called_back_is_counted_once() -> None:
+    world = cached_document()
+    request = world.add(PROMPT)
+    world.run(request)
+    before = {name: dict(world.stats.data[name]) for name in ("tokens_total", "requests_total")}
+    world.side.call_back(request)
+    assert world.run(request) == 0
+    assert {name: dict(world.stats.data[name]) for name in before} == before
+    report = world.report(request)
+    assert (report["reused_tokens"], report["bypass_reason"]) == (0, "reset")
 
 
 def test_a_preempted_request_is_planned_with_what_it_has_generated() -> None:

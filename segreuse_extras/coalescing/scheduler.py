@@ -14,6 +14,7 @@ that has ended: vLLM may give its blocks to others.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
 from vllm_segreuse.options.request import PolicyOptions
-from vllm_segreuse.plan import BoolArray, Pieces, Recipe, Segments
+from vllm_segreuse.plan import BoolArray, Pieces, Recipe, ReusePlan, Segments
 from vllm_segreuse.scheduling.core import Core
 from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
 from vllm_segreuse.scheduling.making import Making
@@ -67,7 +68,7 @@ class Coalescing(Feature):
         self._keys: dict[str, _Key] = {}
         # Those that hold the KV of a prompt, or compute it, in the order in which they came.
         self._holders: dict[_Key, dict[str, Request]] = {}
-        self._too_early: dict[str, bool] = {}  # of the last lookup
+        self._too_early: set[str] = set()  # by the lookups of this step
 
     def admit(self, arriving: Arriving) -> None:
         """Let it take what an equal request has computed."""
@@ -92,7 +93,7 @@ class Coalescing(Feature):
     def waits(self, request: Request, tracked: TrackedRequest | None, num_hit_tokens: int) -> bool:
         """Whether it would have taken of an equal request that is computed just now. Nobody is
         asked for what they take while nothing is reused (`ExactNames`), so nobody waits then."""
-        return self._too_early.pop(request.request_id, False)
+        return request.request_id in self._too_early
 
     def allocated(self, admitted: Admitted) -> None:
         """What holds moved text may be taken; the others hold exact blocks, which vLLM finds."""
@@ -107,13 +108,17 @@ class Coalescing(Feature):
         """Its blocks are not its own any more."""
         self.called_back(ending.request.request_id)
         self._keys.pop(ending.request.request_id, None)
-        self._too_early.pop(ending.request.request_id, None)
 
     def called_back(self, request_id: str) -> None:
         """It loses its blocks."""
         key = self._keys.get(request_id)
         if key in self._holders:
             self._drop(key, request_id)
+
+    def end_step(self, plans: Sequence[ReusePlan], runs_model: bool) -> None:
+        """What was looked up says nothing of a later step: admission may have been closed before
+        anybody asked who waits."""
+        self._too_early.clear()
 
     @property
     def num_known(self) -> int:
@@ -136,13 +141,14 @@ class Coalescing(Feature):
         self, key: _Key, tracked: TrackedRequest, prompt: Prompt, start: int, stop: int
     ) -> LeftBehind:
         """What a request takes of an equal one; see `FindLeftBehind`."""
+        self._too_early.discard(tracked.request_id)
         holders = self._live(key)
         # Who was preempted has generated tokens, too.
         if not holders or stop != holders[0].num_prompt_tokens - 1:
             return NOTHING_LEFT
         holder = next(filter(_is_computed, holders), None)
-        self._too_early[tracked.request_id] = holder is None
         if holder is None:
+            self._too_early.add(tracked.request_id)
             return NOTHING_LEFT
         size, depth = self._core.block_size, self._core.requests[holder.request_id].donor_depth
         blocks = self._core.group.of(self._core.manager.get_block_ids(holder.request_id))

@@ -9,7 +9,7 @@ from segreuse_extras.context.finder import SameContextFinder
 from segreuse_extras.context.metrics import OTHER_CONTEXT
 from segreuse_extras.context.options import SAME, ContextOptions
 from vllm_segreuse.cache.finder import ContentFinder
-from vllm_segreuse.scheduling.feature import Arriving, Ending, Feature
+from vllm_segreuse.scheduling.feature import Admitted, Arriving, Ending, Feature
 from vllm_segreuse.scheduling.making import Making
 
 
@@ -24,6 +24,7 @@ class SameContext(Feature):
         # Deeper donors are refused: it finds those beside them.
         self._of_exact = ContentFinder(making.core.index, max_depth=0)
         self._finders: dict[str, SameContextFinder] = {}
+        self._refused: dict[str, int] = {}
 
     def admit(self, arriving: Arriving) -> None:
         """Let it find nothing else."""
@@ -38,12 +39,19 @@ class SameContext(Feature):
         tracked.method = replace(tracked.method, finder=finder, left_behind=())
         self._finders[tracked.request_id] = finder
 
+    def allocated(self, admitted: Admitted) -> None:
+        """What was refused counts when it is first admitted, as all of its report does."""
+        finder = self._finders.get(admitted.request.request_id)
+        if finder is not None and admitted.is_first:
+            self._refused[admitted.request.request_id] = finder.refused
+
     def finished(self, ending: Ending) -> None:
         """Say how much was refused."""
-        finder = self._finders.pop(ending.request.request_id, None)
-        if finder is not None and finder.refused:
-            ending.add(other_context_tokens=finder.refused)
-            self._core.stats.inc(OTHER_CONTEXT, finder.refused)
+        self._finders.pop(ending.request.request_id, None)
+        refused = self._refused.pop(ending.request.request_id, 0)
+        if refused:
+            ending.add(other_context_tokens=refused)
+            self._core.stats.inc(OTHER_CONTEXT, refused)
 
 
 def start(making: Making) -> SameContext:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from segreuse_extras.conversations.conversations import Conversations
 from segreuse_extras.conversations.options import ConversationOptions
@@ -38,6 +38,7 @@ class Continued(Feature):
         )
         self.listeners = (self.conversations,)
         self.turns = Turns()
+        self._running: dict[str, tuple[Any, ...]] = {}  # whole prompts that were counted, by id
         self._block_size = core.block_size
 
     def admit(self, arriving: Arriving) -> None:
@@ -59,18 +60,25 @@ class Continued(Feature):
         return self.turns.later
 
     def allocated(self, admitted: Admitted) -> None:
-        """Count how often prompts are continued."""
+        """Count how often prompts are continued. Equal ones at once are no later turns of each
+        other: they lose nothing where one of them is reused (`segreuse_extras/coalescing/`)."""
         tracked, size = admitted.tracked, self._block_size
-        if tracked.method.later_turns is not None and admitted.is_first:
-            _, exact_end = tracked.exact_ends
-            names = tracked.prompt.names(0, len(admitted.block_ids))
-            exact = min(exact_end // size, len(names))
-            session = session_of(admitted.request, tracked.prompt.namespace)
+        if tracked.method.later_turns is None or not admitted.is_first:
+            return
+        _, exact_end = tracked.exact_ends
+        names = tracked.prompt.names(0, len(admitted.block_ids))
+        exact = min(exact_end // size, len(names))
+        session = session_of(admitted.request, tracked.prompt.namespace)
+        part = tracked.prompt.tokens[len(names) * size :].tobytes()
+        whole = session, tracked.prompt.namespace, *names[-1:], part
+        if whole not in self._running.values():
             self.turns.began(names, len(admitted.hit_blocks), exact, session)
+        self._running[tracked.request_id] = whole
 
     def finished(self, ending: Ending) -> None:
         """Its blocks stay to be found."""
         self.conversations.ended(ending.request.request_id)
+        self._running.pop(ending.request.request_id, None)
 
     def end_step(self, plans: Sequence[ReusePlan], runs_model: bool) -> None:
         """What the step named may be found from the next on."""

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from segreuse_tools.calibrate.trials import LOGPROBS
+from segreuse_tools.doctor.looking import one_line
+from segreuse_tools.model_folder import InputError
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ def arguments_of(model: str, arguments: Sequence[str]) -> EngineArgs:
 
     Raises:
         ConfigError: they have options of segment reuse.
+        InputError: there is no such model.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -32,7 +36,8 @@ def arguments_of(model: str, arguments: Sequence[str]) -> EngineArgs:
         raise ConfigError(
             "--kv-transfer-config needs --similarity: a policy is chosen without other options"
         )
-    return EngineArgs.from_cli_args(args)
+    with _refused(model):
+        return EngineArgs.from_cli_args(args)
 
 
 def start(named: EngineArgs, options: Mapping[str, Any] = ALONE) -> Any:
@@ -41,6 +46,9 @@ def start(named: EngineArgs, options: Mapping[str, Any] = ALONE) -> Any:
     Args:
         named: options of vLLM's engine.
         options: ours, of the server.
+
+    Raises:
+        InputError: vLLM finds no such model, or does not take it or the options.
     """
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
@@ -50,4 +58,14 @@ def start(named: EngineArgs, options: Mapping[str, Any] = ALONE) -> Any:
     given = {field.name: getattr(named, field.name) for field in fields(EngineArgs)}
     given["max_logprobs"] = max(LOGPROBS, given["max_logprobs"])
     given["kv_transfer_config"] = kv_transfer_config(**options)
-    return LLM(**given)
+    with _refused(named.model):
+        return LLM(**given)
+
+
+@contextmanager
+def _refused(model: str) -> Iterator[None]:
+    """vLLM's errors over a model and its options, before an engine begins, are sentences."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise InputError(f"vLLM refuses {model}: {one_line(error)}") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from math import exp, floor, log
+from math import exp, floor, inf, log
 from pathlib import Path
 
 import numpy as np
@@ -45,22 +45,24 @@ def measured(file: Path) -> CostModel:
         for row in rows:
             if "full" in (row.get("mode"), row.get("policy")) and "median_ms" in row:
                 tokens = int(row.get("prompt_tokens") or row["tokens"])
-                by_shape.setdefault(str(row.get("shape")), {})[tokens] = row["median_ms"] / 1e3
+                seconds = row["median_ms"] / 1e3
+                if tokens > 0 and 0 < seconds < inf:
+                    by_shape.setdefault(str(row.get("shape")), {})[tokens] = seconds
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
         by_shape = {}
     if not by_shape:
         raise InputError(f"{file} has no times of full prefills, as those of `bench ttft` have")
     found = max(by_shape.values(), key=len)
-    lengths, seconds = np.array([*found], float), np.array([*found.values()])
+    lengths, times = np.array([*found], float), np.array([*found.values()])
     pairs = lengths * (lengths + 1) / 2
     if len(lengths) > 1:
-        terms = np.stack([lengths, pairs], axis=1) / seconds[:, None]
-        token_s, pair_s = np.linalg.lstsq(terms, np.ones(len(seconds)), rcond=None)[0]
+        terms = np.stack([lengths, pairs], axis=1) / times[:, None]
+        token_s, pair_s = np.linalg.lstsq(terms, np.ones(len(times)), rcond=None)[0]
         if token_s > 0 and pair_s >= 0:
             return CostModel(float(token_s), float(pair_s))
-    return CostModel(float(np.median(seconds / lengths)))
+    return CostModel(float(np.median(times / lengths)))
 
 
 class Spread:

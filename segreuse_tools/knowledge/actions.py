@@ -87,20 +87,27 @@ def _add(client: KnowledgeClient, given: Namespace) -> int:
         found = _documents(sources, extractor, problems, lambda: progress.advance(sent))
         kept = {"keep": given.keep, "scorer": given.scorer}
         documents = (document.model_copy(update=kept) for document in found)
-        for batch in batches(documents):
-            ids |= _send(client, given.name, batch, problems)
-        if given.wait:
-            _follow(client, given.name, progress)
-        added = [document for document in client.documents(given.name) if document.id in ids]
+        try:
+            for batch in batches(documents):
+                ids |= _send(client, given.name, batch, problems)
+            if given.wait:
+                _follow(client, given.name, progress)
+            added = [document for document in client.documents(given.name) if document.id in ids]
+        except (ClientError, KeyboardInterrupt):
+            _complain_of(problems)  # what ends it here is no reason to forget these
+            raise
     problems += [f"{d.id}: {d.error}" for d in added if d.status == "failed"]
-    problems = [printable(problem) for problem in problems]
     if given.json:
-        _print_json({"documents": added, "problems": problems})
+        _print_json({"documents": added, "problems": [printable(it) for it in problems]})
     else:
         _out().print(f"{given.name}: {_counted(added)}")
-    for problem in problems:
-        complain("kb", problem)
+    _complain_of(problems)
     return REFUSED if problems else DONE
+
+
+def _complain_of(problems: Sequence[str]) -> None:
+    for problem in problems:
+        complain("kb", printable(problem))
 
 
 def _ls(client: KnowledgeClient, given: Namespace) -> int:

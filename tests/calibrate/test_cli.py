@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from vllm.engine.arg_utils import EngineArgs
 
 from segreuse_tools.calibrate import by_policy, loaded_model, trials
 from segreuse_tools.calibrate.bounds import share_at_least
@@ -307,6 +308,24 @@ def test_the_engine_tells_as_many_probabilities_as_are_compared(
     assert (options["model"], options["max_logprobs"]) == (str(tmp_path), most)
     of_reuse = options["kv_transfer_config"].kv_connector_extra_config
     assert of_reuse == {"max_provenance_depth": 0, "min_reused_tokens": 1}
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["options", "engine"])
+def test_a_model_that_vllm_does_not_know_is_a_sentence(
+    is_early: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*of: Any, **options: Any) -> None:
+        raise OSError("MODEL is not a local folder\n\nand no name of a model\n")
+
+    monkeypatch.setattr(EngineArgs, "__post_init__", refuse if is_early else lambda self: None)
+    monkeypatch.setattr("vllm.LLM", refuse)
+    assert run(tmp_path)[0] == 2
+    said = capsys.readouterr().err
+    why = "MODEL is not a local folder and no name of a model"
+    assert said == f"vllm-segreuse calibrate: vLLM refuses MODEL: {why}\n"
 
 
 @pytest.mark.parametrize(("vocabulary", "compared"), [(127, 127), (128, 128), (129, 128)])

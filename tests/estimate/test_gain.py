@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from segreuse_tools.estimate.gain import PREFIX, GainSetting, Simulation, SizeRo
 from segreuse_tools.estimate.prompts import PromptTokens, Router
 from segreuse_tools.estimate.traces.request import Kind, PromptPart, tokens_of
 from segreuse_tools.estimate.work_left import PolicyWork
+from segreuse_tools.model_folder import InputError
 from segreuse_tools.routing import DATA_PARALLEL_HEADER, data_parallel_headers
 from vllm_segreuse.cache.finder import ContentFinder
 from vllm_segreuse.cache.index import SegmentIndex
@@ -478,7 +480,24 @@ def test_a_measurement_is_of_full_prefills_of_the_shape_with_most_lengths(tmp_pa
     policy = [{"policy": "full", "tokens": n, "median_ms": n + n * (n + 1) / 200} for n in (9, 99)]
     cost = found(*policy)
     assert (cost.token_s, cost.pair_s) == pytest.approx((1e-3, 1e-5))
-    cost = found(row(100, 250))
+    cost = found(row(100, 250), row(7, 0), row(8, math.inf), row(9, math.nan))
     assert (cost.token_s, cost.pair_s) == pytest.approx((2.5e-3, 0))
     cost = found(row(100, 200), row(200, 300), row(400, 400))
     assert (cost.token_s, cost.pair_s) == pytest.approx((1.5e-3, 0)), "attention takes no less"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "{}",
+        '{"rows": 1}',
+        '{"rows": [{"mode": "full", "prompt_tokens": Infinity, "median_ms": 1}]}',
+        '{"rows": [{"mode": "full", "prompt_tokens": 1, "median_ms": 0}]}',
+    ],
+    ids=["deep", "empty", "no rows", "infinite", "no time"],
+)
+def test_a_file_that_is_no_measurement_is_said_to_be_none(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "speed.json").write_text(text)
+    with pytest.raises(InputError, match="has no times of full prefills"):
+        measured(file)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -417,6 +418,18 @@ def test_a_bad_text_is_named_and_counted(line: Any, why: str, tmp_path: Path, ru
     assert "line 2" in err
 
 
+@pytest.mark.parametrize("options", [(), ("--without-engine", "--model", str(LAB))])
+def test_a_log_that_can_be_read_once_only_is_refused(
+    options: tuple[str, ...], tmp_path: Path, run: Any
+) -> None:
+    os.mkfifo(file := tmp_path / "log.jsonl")
+    status, out, err = run(file, *options)
+    assert (status, out) == (2, "")
+    assert err.endswith(
+        f"{file} is no regular file, and logs are read more than once: write it to one\n"
+    )
+
+
 def write_tokenizer(folder: Path, **config: Any) -> Path:
     """A tokenizer of bytes, so that the text can be read off the tokens."""
     letters = {letter: id for id, letter in enumerate(sorted(ByteLevel.alphabet()))}
@@ -559,6 +572,12 @@ def test_templates_may_stand_in_the_tokenizers_configuration(tmp_path: Path) -> 
     assert text_of(folder, **said) == text
     blocks = "  {% for it in messages %}\n{{ it.role }}\n  {% break %}\n{% endfor %}\n"
     assert text_of(folder, blocks, **said) == "user\n"
+
+
+def test_a_configuration_that_nobody_can_read_is_as_none(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text("[" * 100_000)
+    assert list(ChatTokenizer(folder).completion("here", "a")) != []
 
 
 def test_templates_get_the_documents_of_a_body(tmp_path: Path) -> None:

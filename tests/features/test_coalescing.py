@@ -216,6 +216,41 @@ def test_who_reuses_nothing_any_more_does_not_wait() -> None:
     assert world.taken == 0
 
 
+def test_who_was_too_early_once_does_not_wait_for_one_that_has_ended() -> None:
+    """Admission closes between the lookup of a prefix and the question who waits."""
+    world = engine()
+    first, other = first_of(world, others=1)
+    world.pool.left_behind(other.request_id, 0, other.num_tokens - 1)
+    world.step(first)
+    world.side.set_enabled(False)  # nobody is asked any more
+    assert world.begin(other) == 0
+
+
+@pytest.mark.parametrize("least", [len(DOCUMENT), len(DOCUMENT) + 2])
+def test_whole_blocks_may_hold_fewer_tokens_than_are_worth_reuse(least: int) -> None:
+    """What the first one reuses is more than that, and the others take all of it."""
+    world, document = Engine(), [*DOCUMENT, 1, 2, 3, 4]
+    world.run(world.add(document))
+    options = FOCUS | {"segreuse_min_reused_tokens": least}
+    prompt = [7, *document[: len(DOCUMENT) + 2], 8]
+    first, other = (world.add(prompt, options) for _ in range(2))
+    assert world.begin(first) == 1 + len(DOCUMENT) + 2
+    world.step(first)
+    assert world.begin(other) == 3
+    assert world.taken == len(DOCUMENT)
+
+
+def test_a_part_of_a_block_may_be_all_that_is_taken() -> None:
+    """The prefix hit of the others reaches into the first one's last block."""
+    world = engine()
+    first, other = first_of(world, others=1)
+    world.step(first)
+    last, name = len(PROMPT) - 1, other.request_id
+    start = last // SIZE * SIZE
+    assert [*world.pool.left_behind(name, start, last)] == []
+    assert world.match(other, start) == last - start
+
+
 @pytest.mark.parametrize("switch", [False, "observe"])
 def test_with_the_switch_off_nobody_takes_anything(switch: Any) -> None:
     world = engine()

@@ -364,6 +364,19 @@ def test_a_full_pool_says_so_and_keeps_what_was_stored(
         assert len(json.loads(run("ls", "py", "--json").output)) == 100
 
 
+def test_what_ends_it_is_no_reason_to_forget_the_files_that_could_not_be_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.pdf").write_bytes(b"no PDF")
+    (tmp_path / "b.jsonl").write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(150)))
+    with served(limit_blocks=400) as server:
+        monkeypatch.setenv(URL_ENV, server.url)
+        run("create", "py")
+        first, *others = run("add", "py", tmp_path).stderr.splitlines()
+    assert "a.pdf" in first
+    assert "blocks" in others[-1]
+
+
 def test_without_a_token_the_option_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_ENV)
     result = run("ls")

@@ -71,8 +71,8 @@ class ExactNames:
         if not finders or not self._planner.reuses or tracked.mode is not Use.REUSE:
             return NOTHING_LEFT
         asked = (find(tracked.prompt, start, stop) for find in finders)  # first: it may say wait
-        least = tracked.method.min_reused_tokens
-        found = next((it for it in asked if it.num_tokens >= least), NOTHING_LEFT)
+        least = tracked.method.min_reused_tokens  # an equal prompt has passed that, rounded or not
+        found = next((it for it in asked if it.behind or it.num_tokens >= least), NOTHING_LEFT)
         next_block = min(stop, start + size)
         if tracked.restores and restorable(tracked.prompt, start, next_block, size).num_tokens:
             return NOTHING_LEFT  # what is exact goes before

@@ -44,8 +44,9 @@ class Accounts:
             report = report._replace(computed_share=round(share, 4))
         elif tracked.observed is not None:
             report = report._replace(observed=self._observed(tracked, request.num_tokens))
+        if tracked.report is None:  # else its plan was called back: it is counted once
+            self._count(report, recomputed=plan is None or not plan.reports)
         tracked.report = report
-        self._count(report, recomputed=plan is None or not plan.reports)
         if report.reused_tokens:
             _note_saved(request, report)
 
@@ -87,12 +88,7 @@ class Accounts:
             self._tested(tracked, plan.check, outcome.acceptance)
         return plan
 
-    def _tested(
-        self,
-        tracked: TrackedRequest,
-        check: Check,
-        outcome: AcceptanceOutcome,
-    ) -> None:
+    def _tested(self, tracked: TrackedRequest, check: Check, outcome: AcceptanceOutcome) -> None:
         """Similar segments of a plan were accepted or rejected."""
         assert tracked.report is not None
         is_rejected = check.is_rejected(outcome.drifts)

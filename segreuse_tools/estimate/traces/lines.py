@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,9 +30,15 @@ class LogLines:
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
         try:
-            self.total_bytes = sum(file.stat().st_size for file in files)
+            facts = {file: file.stat() for file in files}
         except OSError as error:
             raise LogError(f"cannot read {error.filename}: {error.strerror}") from None
+        for file, fact in facts.items():
+            if not stat.S_ISREG(fact.st_mode):
+                raise LogError(
+                    f"{file} is no regular file, and logs are read more than once: write it to one"
+                )
+        self.total_bytes = sum(fact.st_size for fact in facts.values())
         self.read_bytes = 0
 
     def parsed(self, left_out: LeftOut) -> Iterator[tuple[str, Any]]:
