@@ -7,8 +7,9 @@ the others   | prefix | the same blocks              |copy| 1    they compute th
 vLLM does so by its prefix cache, which finds exact blocks only: `n` sequences of a request, equal
 prompts of a list, retries and rollouts would each move and compute the same text. Here a request
 waits while an equal one is computed, and takes its blocks then, as a prefix hit is taken. The last
-block, which each goes on to fill, is copied up to the last token. Nothing is taken from a request
-that has ended: vLLM may give its blocks to others.
+block, which each goes on to fill, is copied up to the last token. Where the first one ends in the
+step that computes its prompt, as one of a single token does, those that wait take its whole blocks,
+unless vLLM has given them to others by then, and compute what is behind.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from segreuse_extras.coalescing.ended import LeftByEnded
 from vllm_segreuse.cache.finder import Finder
 from vllm_segreuse.cache.matcher import Matches
 from vllm_segreuse.cache.prompt import Prompt
@@ -69,6 +71,9 @@ class Coalescing(Feature):
         # Those that hold the KV of a prompt, or compute it, in the order in which they came.
         self._holders: dict[_Key, dict[str, Request]] = {}
         self._too_early: set[str] = set()  # by the lookups of this step
+        self._waiting: dict[str, _Key] = {}  # who was too early once, and runs not yet
+        self._ended = LeftByEnded(core.block_size)
+        self.listeners = (self._ended,)
 
     def admit(self, arriving: Arriving) -> None:
         """Let it take what an equal request has computed."""
@@ -98,6 +103,7 @@ class Coalescing(Feature):
     def allocated(self, admitted: Admitted) -> None:
         """What holds moved text may be taken; the others hold exact blocks, which vLLM finds."""
         request = admitted.request
+        self._waits_no_more(request.request_id)
         key = self._keys.get(request.request_id)
         if key is None or request.num_tokens > request.num_prompt_tokens:
             return
@@ -106,8 +112,30 @@ class Coalescing(Feature):
 
     def finished(self, ending: Ending) -> None:
         """Its blocks are not its own any more."""
-        self.called_back(ending.request.request_id)
-        self._keys.pop(ending.request.request_id, None)
+        request_id = ending.request.request_id
+        key = self._keys.get(request_id)
+        if key is not None and request_id in self._holders.get(key, ()):
+            self._leave(key, ending)
+        self.called_back(request_id)
+        self._waits_no_more(request_id)
+        self._keys.pop(request_id, None)
+
+    def _leave(self, key: _Key, ending: Ending) -> None:
+        """What it has computed is left to those that wait for it."""
+        request, tracked = ending.request, ending.tracked
+        count = request.num_prompt_tokens // self._core.block_size
+        blocks = ending.block_ids[:count]
+        is_there = len(blocks) == count and request.num_computed_tokens >= request.num_prompt_tokens
+        is_waited_for = ending.is_complete and key in self._waiting.values()
+        if not (is_there and is_waited_for) or tracked is None:
+            return
+        if all(self._core.pool.blocks[block].block_hash is not None for block in blocks):
+            self._ended.keep(key, blocks, tracked.donor_depth)
+
+    def _waits_no_more(self, request_id: str) -> None:
+        key = self._waiting.pop(request_id, None)
+        if key is not None and key not in self._waiting.values():
+            self._ended.drop(key)
 
     def called_back(self, request_id: str) -> None:
         """It loses its blocks."""
@@ -123,7 +151,8 @@ class Coalescing(Feature):
     @property
     def num_known(self) -> int:
         """Requests that may take something, and those that others take something of."""
-        return len(self._keys) + sum(map(len, self._holders.values()))
+        others = len(self._waiting) + len(self._ended)
+        return len(self._keys) + sum(map(len, self._holders.values())) + others
 
     def _drop(self, key: _Key, request_id: str) -> None:
         self._holders[key].pop(request_id, None)
@@ -144,12 +173,16 @@ class Coalescing(Feature):
         self._too_early.discard(tracked.request_id)
         holders = self._live(key)
         # Who was preempted has generated tokens, too.
-        if not holders or stop != holders[0].num_prompt_tokens - 1:
+        if holders and stop != holders[0].num_prompt_tokens - 1:
             return NOTHING_LEFT
         holder = next(filter(_is_computed, holders), None)
         if holder is None:
-            self._too_early.add(tracked.request_id)
-            return NOTHING_LEFT
+            waits = tracked.request_id in self._waiting
+            left = self._ended.found(key, start, stop) if waits else NOTHING_LEFT
+            if holders and not left.num_tokens:
+                self._too_early.add(tracked.request_id)
+                self._waiting[tracked.request_id] = key
+            return left
         size, depth = self._core.block_size, self._core.requests[holder.request_id].donor_depth
         blocks = self._core.group.of(self._core.manager.get_block_ids(holder.request_id))
         last = stop // size

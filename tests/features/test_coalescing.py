@@ -135,23 +135,62 @@ def test_what_an_exact_prompt_holds_is_left_to_vllms_prefix_cache() -> None:
     assert world.step(first, other) == []
 
 
-@pytest.mark.parametrize("how", ["ended", "aborted", "preempted", "called back"])
+@pytest.mark.parametrize("how", ["aborted", "aborted later", "preempted", "called back"])
 def test_nothing_is_taken_of_who_holds_its_blocks_no_more(how: str) -> None:
     world = engine()
     first, other = first_of(world, others=1)
     assert world.begin(other) is None
-    world.step(*[first] * (how == "ended"))
+    world.step(*[first] * (how == "aborted later"))
     if how == "preempted":
         first.status, first.num_computed_tokens = RequestStatus.PREEMPTED, 0
     elif how == "called back":
         world.side.call_back(first)
     else:
-        status = "FINISHED_STOPPED" if how == "ended" else "FINISHED_ABORTED"
-        world.end(first, RequestStatus[status])
+        world.end(first, RequestStatus.FINISHED_ABORTED)
     assert world.begin(other) is not None
     assert world.taken == 0
     (plan,) = world.step(other)
     assert plan.num_recomputed > 0, "it does its own work"
+
+
+def test_those_that_wait_take_whole_blocks_of_one_that_has_ended_in_that_step() -> None:
+    """As one does that answers with a single token."""
+    world = engine()
+    first, *others = first_of(world, others=2)
+    assert [world.begin(request) for request in others] == [None] * 2
+    blocks = world.held[first.request_id][:WHOLE]
+    world.step(first)
+    world.end(first)
+    late = world.add(PROMPT, FOCUS)
+    requests = parts_of(world.side).core.requests
+    for request in others:
+        assert world.begin(request) == 0
+        assert world.held[request.request_id][:WHOLE] == blocks
+        assert requests[request.request_id].donor_depth == 0
+        assert requests[request.request_id].exact_ends[1] == 0
+    assert world.begin(late) is None, "it has not waited for the first one"
+    assert world.step(*others) == []
+    for request in others:
+        report = world.end(request)
+        assert (report["reused_tokens"], report["new_tokens"]) == (WHOLE * SIZE, 2)
+    assert world.begin(late) is not None
+
+
+@pytest.mark.parametrize("how", ["evicted", "reset", "too late"])
+def test_blocks_of_one_that_has_ended_are_no_longer_there_one_day(how: str) -> None:
+    world = engine()
+    first, other = first_of(world, others=1)
+    assert how == "too late" or world.begin(other) is None
+    world.step(first)
+    last = world.held[first.request_id][WHOLE - 1]
+    world.end(first)
+    if how == "evicted":
+        world.pool.evict_blocks({last})
+    elif how == "reset":
+        assert world.pool.reset_prefix_cache()
+        world.run(world.add(DOCUMENT))
+    assert world.begin(other) is not None
+    assert world.taken == 0
 
 
 def test_a_plan_that_takes_several_steps_is_waited_for() -> None:

@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 from segreuse_extras.trained.cold_documents import ATTEMPTS
 from tests.stateful import isolated
-from tests.stateful.world import DOCUMENTS, Ask, Setup, World
+from tests.stateful.world import DOCUMENTS, SIZE, Ask, Setup, World
 from vllm_segreuse.plan import FreezeOrder
 
 
@@ -243,6 +243,33 @@ def test_blocks_that_are_held_for_who_waits_keep_nobody_waiting_for_ever() -> No
     large = world.add(Ask(tokens=[*range(200, 260)], max_tokens=1))
     world.drain()
     assert {waits.status.name, large.status.name} == {"FINISHED_LENGTH_CAPPED"}
+
+
+# Equal prompts.
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_equal_prompts_share_a_plan_however_short_their_answers_are(
+    in_flight: int, max_tokens: int
+) -> None:
+    world = World(Setup(60, in_flight=in_flight))
+    world.reports = {}
+    world.add(Ask(tokens=list(DOCUMENTS[0]), keys=("a",), max_tokens=1))
+    world.drain()
+    options = {"segreuse_policy": "epic", "segreuse_min_reused_tokens": 4}
+    tokens = [90, 91, 92, *DOCUMENTS[0], 93]
+    asks = [
+        Ask(tokens=tokens, keys=("a",), options=options, max_tokens=max_tokens, seed=n)
+        for n in (1, 2, 3, 4)
+    ]
+    first, *others = [world.add(ask).request_id for ask in asks]
+    world.drain()
+    assert world.reports[first]["recomputed_tokens"] > 0
+    for name in others:
+        report = world.reports[name]
+        assert report["recomputed_tokens"] == 0
+        assert report["new_tokens"] <= SIZE
 
 
 # Streaming sessions.
