@@ -237,6 +237,28 @@ def test_documents_of_a_trained_model_are_found_whatever_was_in_front_of_them() 
     assert type(mine.method.finder) is type(plain.method.finder)
 
 
+@pytest.mark.parametrize("options", [SAME, OPTIONS], ids=["same", "any"])
+def test_what_is_refused_for_its_context_is_explained_as_such(options: Any) -> None:
+    """And the edit behind which it stands is named: so many tokens stand behind it as before."""
+    world = World()
+    cached = [*range(50, 50 + 2 * SIZE), *DOCUMENT]
+    world.run(world.add(cached, OPTIONS))
+    edited = [*cached[:SIZE], 9, *DOCUMENT, 8]
+    request = world.add(edited, options | {"segreuse_explain": True})
+    assert not world.match(request, SIZE) or options is OPTIONS
+    world.side.allocated(request, [block.block_id for block in world.pool.get_new_blocks(12)])
+    report = world.report(request)
+    _, *behind, _ = [(it["tokens"], it.get("reason", it["source"])) for it in report["explain"]]
+    kept = [(1, "shorter_than_block"), (len(DOCUMENT), "segment")]
+    assert behind == ([(1 + len(DOCUMENT), "other_context")] if options is SAME else kept)
+    assert report["edit"] == {
+        "at": SIZE,
+        "gone_tokens": SIZE,
+        "new_tokens": 1,
+        "found_tokens": len(DOCUMENT),
+    }
+
+
 def test_what_is_not_reused_in_another_context_is_reported_and_counted() -> None:
     world = World()
     first = world.add(DOCUMENT, OPTIONS)

@@ -1334,6 +1334,23 @@ def test_what_a_document_is_computed_behind_is_no_donor() -> None:
         assert world.report(request)["reused_tokens"] == reused
 
 
+@pytest.mark.parametrize(
+    ("context", "front", "reused"),
+    [([], [800], True), (CONTEXT, [800], False), (CONTEXT, [*CONTEXT, 800], True)],
+    ids=["alone", "gone", "in front"],
+)
+def test_a_document_carries_what_it_was_computed_behind(
+    context: list[int], front: list[int], reused: bool
+) -> None:
+    """With `context=same` it is reused where that is in front of it."""
+    world = World()
+    assert ingest(world, context=context)["frozen"] is True
+    for same in ({"segreuse_context": "same"}, {}):
+        request = world.add([*front, *DOCUMENT, 801, 802], OPTIONS | same)
+        world.run(request)
+        assert (world.report(request)["reused_tokens"] > 0) is (reused or not same)
+
+
 def test_ingest_reuses_nothing_of_other_prompts() -> None:
     world = cached_document()
     assert ingest(world)["bypass_reason"] == "knowledge_base"

@@ -40,12 +40,14 @@ class SameContextFinder(FinderAround):
         index: that it searches.
 
     Attributes:
-        refused: tokens that the last search found and did not return.
+        found: by the last search, before anything was refused.
+        refused: tokens of it that were not returned.
     """
 
     def __init__(self, finder: Finder, index: SegmentIndex) -> None:
         super().__init__(finder)
         self._index = index
+        self.found = NOTHING
         self.refused = 0
 
     def remembered(self, prompt: Prompt, start: int, stop: int) -> Matches | None:
@@ -61,7 +63,7 @@ class SameContextFinder(FinderAround):
         if not kept.all():
             left = self._finder.part(prompt, found, kept, start, stop)
         left = NOTHING if left is None else left
-        self.refused = found.num_tokens - left.num_tokens
+        self.found, self.refused = found, found.num_tokens - left.num_tokens
         return left
 
 

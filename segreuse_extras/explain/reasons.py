@@ -22,12 +22,17 @@ from vllm_segreuse.plan import BoolArray, Check, IntArray, Pieces, Tier
 
 Stretch = dict[str, Any]
 
+WhyNew = Callable[[int, int], str]
+"""Says why the text from one position up to another was not found."""
+
+NOT_WORTH_IT = "not_worth_it"
+
 
 def explain(
     pieces: Pieces,
     start: int,
     num_tokens: int,
-    reason: Callable[[int, int], str],
+    reason: WhyNew,
     new_image: int | None = None,
 ) -> list[Stretch]:
     """Stretches of a prompt, in order; together they are all of it.
@@ -36,7 +41,7 @@ def explain(
         pieces: what was found.
         start: tokens of vLLM's own prefix hit.
         num_tokens: of the prompt.
-        reason: why the text from one position up to another was not found.
+        reason: why text was not found.
         new_image: position of an image from which on nothing is reused; None: there is none.
 
     Returns:
@@ -160,6 +165,17 @@ def _segments(pieces: Pieces) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
         yield first, int(ends[end - 1]) - first, found_as, more
 
 
+def refused_in_other_context(otherwise: WhyNew) -> WhyNew:
+    """The same reasons for a request with `context=same`: what may donate, and was not found for
+    it, was computed behind other text, or behind reused KV."""
+
+    def reason(start: int, stop: int) -> str:
+        why = otherwise(start, stop)
+        return "other_context" if why == NOT_WORTH_IT else why
+
+    return reason
+
+
 class Unused:
     """Why text of a prompt is in no plan, although it was found.
 
@@ -169,7 +185,7 @@ class Unused:
         otherwise: the reason for other text.
     """
 
-    def __init__(self, pieces: Pieces, reason: str, otherwise: Callable[[int, int], str]) -> None:
+    def __init__(self, pieces: Pieces, reason: str, otherwise: WhyNew) -> None:
         self._pieces = pieces
         self._reason = reason
         self._otherwise = otherwise
@@ -237,7 +253,7 @@ class Reasons:
                 elsewhere |= self._indexed(namespace) >= 0
             self._by_reason = {
                 "computed_now": is_fresh,
-                "not_worth_it": is_known & ~is_fresh,
+                NOT_WORTH_IT: is_known & ~is_fresh,
                 "evicted": forgotten[Why.EVICTED] | shared,
                 "too_deep": forgotten[Why.TOO_DEEP],
                 "other_adapter": elsewhere,

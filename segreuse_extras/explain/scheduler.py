@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from segreuse_extras.context.finder import SameContextFinder
 from segreuse_extras.explain.adapters import RecentAdapters
 from segreuse_extras.explain.edits import Edit, edit_of
 from segreuse_extras.explain.forgotten import Forgotten
 from segreuse_extras.explain.options import ExplainOptions
 from segreuse_extras.explain.reasons import (
+    NOT_WORTH_IT,
     Reasons,
     Unused,
+    WhyNew,
     explain,
+    refused_in_other_context,
     unexplored,
     with_acceptance,
     with_left_behind,
@@ -148,9 +152,9 @@ class Explaining(Feature):
         else:
             return None
         if decision.found is not None:
-            explained.edit = edit_of(
-                self._core.index, tracked.prompt, decision.found.pieces, decision.start
-            )
+            finder = tracked.method_in_force.finder
+            found = finder.found if isinstance(finder, SameContextFinder) else decision.found
+            explained.edit = edit_of(self._core.index, tracked.prompt, found.pieces, decision.start)
         reason = self._why_not_reused(tracked, explained)
         if decision.given_up is not None:
             reason = Unused(decision.given_up, "no_free_blocks", reason)
@@ -158,12 +162,10 @@ class Explaining(Feature):
         if images is not None:
             new_image = images.first_new(pieces.reused(start, tracked.num_tokens - 1), start)
             pieces = pieces if new_image is None else pieces.up_to(new_image)
-        found = explain(pieces, start, tracked.num_tokens, reason, new_image)
-        return with_recomputed(found, plan.recomputed_positions if plan else None)
+        stretches = explain(pieces, start, tracked.num_tokens, reason, new_image)
+        return with_recomputed(stretches, plan.recomputed_positions if plan else None)
 
-    def _why_not_reused(
-        self, tracked: TrackedRequest, explained: _Explained
-    ) -> Callable[[int, int], str]:
+    def _why_not_reused(self, tracked: TrackedRequest, explained: _Explained) -> WhyNew:
         """The reason for each text of a prompt that is in no plan of it."""
         bypass = tracked.bypass
         if bypass is not None:  # it is restored only
@@ -173,9 +175,11 @@ class Explaining(Feature):
         namespaces = self._core.namespaces
         others = [namespaces.find(key) for key in explained.other_adapters]
         known = [namespace for namespace in others if namespace is not None]
-        by_content = Reasons(tracked.prompt, self._core.index, self._forgotten, known)
+        reason: WhyNew = Reasons(tracked.prompt, self._core.index, self._forgotten, known)
+        if isinstance(tracked.method_in_force.finder, SameContextFinder):
+            reason = refused_in_other_context(reason)
         found = tracked.decision.found
-        return by_content if found is None else Unused(found.pieces, "not_worth_it", by_content)
+        return reason if found is None else Unused(found.pieces, NOT_WORTH_IT, reason)
 
 
 def start(making: Making) -> Explaining:

@@ -19,6 +19,7 @@ REASONS = {
     "other_adapter": "cached for another LoRA adapter only",
     "unknown": "not seen in this namespace",
     "not_worth_it": "found, and computed all the same: reuse would save too little",
+    "other_context": "known, but not computed behind the text in front of it here (context=same)",
     "no_free_blocks": "found, but there was no room to hold its blocks beside the request's",
     "not_cached": "not cached under its exact name",
     "new_image": "begins with an image that is not reused wholly",
