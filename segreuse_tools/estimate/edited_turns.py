@@ -43,10 +43,12 @@ class EditedTurns:
 
 
 class _Before(NamedTuple):
-    """Blocks of a prompt: hashes of all up to their ends, and of their own tokens."""
+    """Blocks of a prompt: hashes of all up to their ends, and of their own tokens; and the tokens
+    behind them."""
 
     names: HashArray
     contents: HashArray
+    end: bytes
 
 
 class SessionPrompts:
@@ -68,12 +70,14 @@ class SessionPrompts:
         key = session, sent.namespace
         before = self._last.pop(key, None)
         names = np.asarray(sent.names, np.uint64)
+        end = sent.tokens[len(names) * self._size :].tobytes()
         # A copy: a view would keep the hash of every window.
-        self._last[key] = _Before(names, sent.hashes[:: self._size].copy())
+        self._last[key] = _Before(names, sent.hashes[:: self._size].copy(), end)
         if len(self._last) > _MOST_SESSIONS:
             self._last.popitem(last=False)
-        if before is not None:
-            self._compare(before, names, sent)
+        if before is None or (np.array_equal(before.names, names) and before.end == end):
+            return  # sent again, or another answer to it: no turn
+        self._compare(before, names, sent)
 
     def _compare(self, before: _Before, names: HashArray, sent: Sent) -> None:
         turns, count = self.turns, min(len(before.names), len(names))

@@ -52,6 +52,13 @@ def test_a_prompt_that_shares_little_is_another_conversation() -> None:
     assert turns(SYSTEM + C + few[:240], SYSTEM + D + few[:240]).edited == 0
 
 
+def test_another_answer_to_a_prompt_is_no_turn() -> None:
+    first, edited = SYSTEM + THOUGHT + A + B, SYSTEM + A + B
+    assert turns(first, first, first) == EditedTurns()
+    assert turns(first, first, edited, edited) == turns(first, edited)
+    assert turns(first, [*first, 1]) == EditedTurns(1, 1), "more text in the same block is one"
+
+
 def test_a_shorter_prompt_that_is_a_beginning_takes_text_back() -> None:
     """Nothing stands behind the place."""
     assert turns(SYSTEM + A + B, SYSTEM + A) == EditedTurns(1)

@@ -419,11 +419,13 @@ def test_a_bad_text_is_named_and_counted(line: Any, why: str, tmp_path: Path, ru
 
 
 @pytest.mark.parametrize("options", [(), ("--without-engine", "--model", str(LAB))])
-def test_a_log_that_can_be_read_once_only_is_refused(
-    options: tuple[str, ...], tmp_path: Path, run: Any
-) -> None:
-    os.mkfifo(file := tmp_path / "log.jsonl")
+def test_a_log_that_can_be_read_once_only_is_refused(options: tuple[str, ...], run: Any) -> None:
+    read, write = os.pipe()
+    os.write(write, b'{"prompt": "a"}\n')
+    os.close(write)
+    file = Path(f"/dev/fd/{read}")
     status, out, err = run(file, *options)
+    os.close(read)
     assert (status, out) == (2, "")
     assert err.endswith(
         f"{file} is no regular file, and logs are read more than once: write it to one\n"
