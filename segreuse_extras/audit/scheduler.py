@@ -53,11 +53,13 @@ class Auditing(Feature, OwnRequests):
             arriving.use(careful)
 
     def allocated(self, admitted: Admitted) -> None:
-        """Draw requests that reuse."""
+        """Draw requests that reuse, and not those that take what an equal prompt holds: that one
+        was drawn from."""
+        plan, left = admitted.tracked.plan, admitted.tracked.left_behind
         if not admitted.is_first:
             self.audits.forget(admitted.request.request_id)
-        elif admitted.tracked.plan is not None and admitted.tracked.plan.num_reused:
-            self._draw(admitted, admitted.tracked.plan)
+        elif plan is not None and plan.num_reused and left.behind is None:
+            self._draw(admitted, plan)
 
     def _draw(self, admitted: Admitted, plan: ReusePlan) -> None:
         """Audit a request, perhaps.

@@ -314,7 +314,7 @@ def _called(call: Any) -> Any:
 
 def _session(body: Mapping[str, Any]) -> str | None:
     found = (body.get(name) for name in _SESSIONS)
-    return next((it for it in found if isinstance(it, str)), None)
+    return next((it for it in found if isinstance(it, str) and it), None)  # "" names nobody
 
 
 def _sequences(where: str, body: Mapping[str, Any]) -> int:

@@ -209,8 +209,10 @@ def test_the_largest_and_the_smallest_values_are_read(
 
 
 def test_what_a_line_does_not_say_is_not_known(tmp_path: Path) -> None:
-    lines = [{"input_length": 1100, "hash_ids": [1, 2, 3]}, MOONCAKE | {"session_id": 7}]
-    (first, second), *_ = read(logs.write(tmp_path / "t.jsonl", lines))
+    lines = [{"input_length": 1100, "hash_ids": [1, 2, 3]}]
+    lines += [MOONCAKE | {"session_id": session} for session in (7, "")]
+    (first, second, third), *_ = read(logs.write(tmp_path / "t.jsonl", lines))
+    assert third.session is None
     assert (first.output_tokens, first.time_s, first.session) == (0, None, None)
     assert (second.output_tokens, second.time_s, second.session) == (5, 0.0, "7")
 

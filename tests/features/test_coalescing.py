@@ -301,6 +301,18 @@ def test_with_the_switch_off_nobody_takes_anything(switch: Any) -> None:
     assert world.taken == 0
 
 
+def test_of_equal_prompts_the_first_one_is_audited() -> None:
+    """It was planned. The others have the same KV, and a plan for a part of a block."""
+    world = engine(audit={"share": 1.0, "per_minute": 6000})
+    audits = parts_of(world.side).audits
+    first, other = first_of(world, others=1)
+    assert list(audits.take_orders().record) == [first.request_id]
+    world.step(first)
+    assert world.begin(other)
+    assert not audits.has_orders
+    assert world.step(other)
+
+
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     world = engine()
     coalescing = parts_of(world.side).feature["coalescing"]

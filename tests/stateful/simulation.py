@@ -84,6 +84,7 @@ class _Run:
         self.last = "start"
         self._trace = trace
         self._random, self._once = Random(seed), Random(f"once {seed}")
+        self._same = Random(f"same {seed}")
         self._setup = self._make_setup()
         self._world = World(self._setup)
         self._faults = Faults(self._world)
@@ -122,6 +123,7 @@ class _Run:
         counts["copied tokens"] = world.worker.copied_tokens
         counts["exact tokens"] = world.worker.exact_tokens
         counts["kept tokens"] = world.worker.kept_tokens
+        counts["tokens in their context"] = world.worker.in_context_tokens
         counts["restored tokens"] = world.worker.rows.restored
         counts["stored blocks"] = world.worker.rows.stored
         counts["spread plans"] = world.worker.spread_plans
@@ -265,6 +267,7 @@ class _Run:
                 "segreuse_explain": random.random() < 0.5,
                 "segreuse_recompute_once": self._once.random() < 0.7,
                 "segreuse_weigh_turns": self._once.random() < 0.3,
+                "segreuse_context": "same" if self._same.random() < 0.15 else "any",
             },
             max_tokens=random.randint(1, 12),
             priority=random.randint(0, 2),

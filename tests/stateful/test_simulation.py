@@ -23,6 +23,7 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "finished",
         "exact tokens",
         "kept tokens",
+        "tokens in their context",
         "restored tokens",
         "stored blocks",
         "spread plans",

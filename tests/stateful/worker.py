@@ -68,6 +68,7 @@ class Histories:
 
     def __init__(self) -> None:
         self._ids: dict[tuple[Any, ...], int] = {}
+        self._keys: dict[int, tuple[Any, ...]] = {}
 
     def of(self, identity: Identity, tokens: list[int], known: list[int]) -> list[int]:
         """Extend `known`, the histories of the first tokens, to one per token."""
@@ -77,8 +78,18 @@ class Histories:
             known.append(last)
         return known
 
+    def tokens_of(self, number: int) -> list[int]:
+        """The tokens of a sequence."""
+        tokens = []
+        while (key := self._keys[number])[0] != "root":
+            number, token = key
+            tokens.append(token)
+        return tokens[::-1]
+
     def _id(self, key: tuple[Any, ...]) -> int:
-        return self._ids.setdefault(key, len(self._ids) + 1)  # 0 is APPROXIMATE
+        number = self._ids.setdefault(key, len(self._ids) + 1)  # 0 is APPROXIMATE
+        self._keys[number] = key
+        return number
 
 
 @dataclass
@@ -198,7 +209,7 @@ class Worker:
         """Of audits, the server's own."""
         self.fail_next_pass = False
         self._isolates = isolates
-        self.copied_tokens = self.exact_tokens = self.kept_tokens = 0
+        self.copied_tokens = self.exact_tokens = self.kept_tokens = self.in_context_tokens = 0
         self.left_behind: Callable[[str], LeftBehind] = lambda name: NOTHING_LEFT
         self.taken: dict[str, int] = {}  # tokens of what was left behind, at first, by request
         """What the request with a name takes of an earlier turn."""
@@ -522,6 +533,9 @@ class Worker:
                 isolated.check_copied(self, request, row, tags["history"])
             text = request.history[destination : destination + length]
             assert not in_context or tags["text"].tolist() == text, f"{epoch}: another context"
+            # What is taken of an equal prompt has passed this there.
+            if options.get("segreuse_context") == "same" and request.left.behind is None:
+                self._check_carried(request, destination, tags["history"].tolist(), epoch)
             if _is_exact(plan):
                 # In no namespace, as vLLM's own prefix cache: nothing but the whole prefix counts.
                 histories = tags["history"].tolist()
@@ -536,6 +550,16 @@ class Worker:
             self.exact_tokens += length if _is_exact(plan) else 0
             self.copied_tokens += length
         return token, position
+
+    def _check_carried(
+        self, request: Running, destination: int, histories: list[int], where: str
+    ) -> None:
+        """All text that reused KV was computed behind is in front of it, in the same order."""
+        assert APPROXIMATE not in histories, f"{where}: nobody knows what it carries"
+        carried = self.histories.tokens_of(histories[0])[:-1]
+        in_front = iter(request.tokens[:destination])
+        assert all(token in in_front for token in carried), f"{where} carries {carried}"
+        self.in_context_tokens += len(histories)
 
     def _write_plan(
         self, plan: ReusePlan, request: Running, token: np.ndarray, position: np.ndarray

@@ -239,4 +239,4 @@ def _time(where: str, value: Any) -> float | None:
 
 def _session(value: Mapping[str, Any]) -> str | None:
     found = value.get("session_id")
-    return None if found is None else str(found)
+    return None if found in (None, "") else str(found)
