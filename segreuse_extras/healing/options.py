@@ -12,8 +12,8 @@ class HealingServer(ServerPart):
 
     heal_tokens: Annotated[int, count(0, MAX_TOKENS)] = 0
     """While no request runs or waits, prompts and answers that hold moved text are computed in
-    full, so many tokens at a time: later turns find them in the prefix cache, exactly. A request
-    that arrives meanwhile waits for no more than these. 0: never."""
+    full, so many tokens at a time, and a KV block at least: later turns find them in the prefix
+    cache, exactly. A request that arrives meanwhile waits for no more than these. 0: never."""
 
     heal_after_s: Annotated[float, number(10**6)] = 5.0
     """Seconds for which no request ran or waited, before an engine computes turns in full. Requests

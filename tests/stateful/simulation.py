@@ -59,13 +59,18 @@ class Result:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def simulate(seed: int, requests: int = REQUESTS, trace: bool = False) -> Result:
+def simulate(
+    seed: int, requests: int = REQUESTS, trace: bool = False, same_context: float = 0.0
+) -> Result:
     """Run one seed to its end.
+
+    Args:
+        same_context: share of the requests that reuse in the same context only.
 
     Raises:
         SimulationError: an invariant did not hold, or something raised; names the command.
     """
-    run = _Run(seed, trace)
+    run = _Run(seed, trace, same_context)
     try:
         run.to_the_end(requests)
     except Exception as error:
@@ -73,18 +78,18 @@ def simulate(seed: int, requests: int = REQUESTS, trace: bool = False) -> Result
             f"seed {seed} failed at event {run.result.counts['events']} ({run.last}): "
             f"{type(error).__name__}: {error}\n"
             f"replay: python -m tests.stateful.simulation --seed {seed} --requests {requests} "
-            "--trace"
+            f"--same-context {same_context} --trace"
         ) from error
     return run.result
 
 
 class _Run:
-    def __init__(self, seed: int, trace: bool) -> None:
+    def __init__(self, seed: int, trace: bool, same_context: float) -> None:
         self.result = Result(seed)
         self.last = "start"
         self._trace = trace
         self._random, self._once = Random(seed), Random(f"once {seed}")
-        self._same = Random(f"same {seed}")
+        self._same, self._same_context = Random(f"same {seed}"), same_context
         self._setup = self._make_setup()
         self._world = World(self._setup)
         self._faults = Faults(self._world)
@@ -267,7 +272,7 @@ class _Run:
                 "segreuse_explain": random.random() < 0.5,
                 "segreuse_recompute_once": self._once.random() < 0.7,
                 "segreuse_weigh_turns": self._once.random() < 0.3,
-                "segreuse_context": "same" if self._same.random() < 0.15 else "any",
+                "segreuse_context": "same" if self._same.random() < self._same_context else "any",
             },
             max_tokens=random.randint(1, 12),
             priority=random.randint(0, 2),
@@ -280,10 +285,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stateful.simulation")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--same-context", type=float, default=0.0)
     parser.add_argument("--trace", action="store_true", help="print every event")
     options = parser.parse_args(arguments)
     try:
-        result = simulate(options.seed, options.requests, options.trace)
+        result = simulate(options.seed, options.requests, options.trace, options.same_context)
     except SimulationError as error:
         print(error)
         return 1

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segreuse_extras.context import finder as same_context
 from segreuse_extras.conversations.conversations import Conversations
 from tests.stateful import test_world
 from tests.stateful.simulation import simulate
@@ -304,13 +305,19 @@ def what_is_frozen_was_computed_with_the_kv_of_others(patch: Patch) -> None:
     _pretending(patch, Freezing, "part", _is_exact=lambda _: True)
 
 
+def kv_that_carries_other_text_is_reused(patch: Patch) -> None:
+    patch.setattr(
+        same_context, "same_context", lambda index, prompt, pieces: np.ones(len(pieces), np.bool_)
+    )
+
+
 # What notices.
 
 
-def _simulations(first_seed: int) -> Callable[[], None]:
+def _simulations(first_seed: int, same_context: float = 0.0) -> Callable[[], None]:
     def run() -> None:
         for seed in range(first_seed, first_seed + MOST_SEEDS):
-            simulate(seed, requests=60)
+            simulate(seed, requests=60, same_context=same_context)
 
     return run
 
@@ -386,6 +393,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[Callable[[], None], str]] = {
         "reports|'recomputed_tokens': -",
     ),
     errors_of_ours_reach_vllm: (_simulations(3), "InjectedError"),
+    kv_that_carries_other_text_is_reused: (_simulations(0, 0.6), "carries"),
     frozen_blocks_are_not_held: (_documents, r"references .* but held are"),
     frozen_blocks_have_no_limit: (_documents, "the longest request does not fit beside frozen"),
     what_is_frozen_was_computed_with_the_kv_of_others: (_documents, "hold copied tokens"),

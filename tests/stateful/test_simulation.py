@@ -23,7 +23,6 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
         "finished",
         "exact tokens",
         "kept tokens",
-        "tokens in their context",
         "restored tokens",
         "stored blocks",
         "spread plans",
@@ -40,6 +39,11 @@ def test_20_21_22_23_27_nothing_goes_wrong_under_faults() -> None:
     ):
         assert seen[what] > 0, f"no {what} in {seen}"
     assert seen["plans"] > 0.1 * seen["requests"], f"hardly any reuse: {seen}"
+
+
+def test_reused_kv_carries_nothing_that_is_not_in_front_of_it_where_that_was_asked_for() -> None:
+    seen = sum((simulate(seed, 60, same_context=0.6).counts for seed in (0, 1)), Counter[str]())
+    assert seen["tokens in their context"] > 0, f"nothing was reused: {seen}"
 
 
 def test_a_seed_replays() -> None:
