@@ -472,6 +472,7 @@ def _verdict(family: dict[str, Any]) -> str:
     examined = "for text" if family.get("text") else "not"
     works = f"works (layers {examined} examined)" if "code" in family else "works"
     needed = [f"{name}={value}" for name, value in family.get("environment", {}).items()]
+    needed += [f"--{name.replace('_', '-')}" for name in family.get("options", {})]
     return f"{works}, with `{' '.join(needed)}`" if needed else works
 
 

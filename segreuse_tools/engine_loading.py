@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ def quiet() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # It logs each time that it tries to read a file, and raises the same in the end.
+    logging.getLogger("vllm.transformers_utils.repo_utils").setLevel(logging.CRITICAL)
 
 
 @contextmanager

@@ -63,8 +63,12 @@ def find_model(model: str, revision: str | None = None) -> Path:
     return Path(cached).parent
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, overrides: object = None) -> dict[str, Any]:
     """The content of `config.json`, once it contradicts itself nowhere.
+
+    Args:
+        folder: of the model.
+        overrides: what vLLM is to read in place of it (`--hf-overrides`), if it is a dict.
 
     Raises:
         InputError: it is no JSON object, names no architecture, or contradicts itself.
@@ -76,13 +80,26 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"{file} holds a {type(config).__name__}, not an object")
+    if isinstance(overrides, dict):
+        config = _overridden(config, overrides)
     named = config.get("architectures")
     if not isinstance(named, list) or not named or not all(isinstance(it, str) for it in named):
         raise InputError(f"{file} names no architecture: `architectures` is {named!r}")
     for part in (config, *(it for it in config.values() if isinstance(it, Mapping))):
-        for contradiction in _contradictions(part):
+        of_text = part is config or part is text_part(config)
+        for contradiction in _contradictions(part, of_text):
             raise InputError(f"{file} contradicts itself: {contradiction}")
     return config
+
+
+def _overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """As vLLM does it: an object changes the part of this name, anything else replaces it."""
+    changed = dict(config)
+    for key, value in overrides.items():
+        part = config.get(key)
+        both = isinstance(value, dict) and isinstance(part, dict)
+        changed[key] = _overridden(part, value) if both else value
+    return changed
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -91,8 +108,9 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return next((it for it in parts if isinstance(it, dict)), config)
 
 
-def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
-    """What cannot be true of one (text, vision or audio) part of a configuration."""
+def _contradictions(config: Mapping[str, Any], of_text: bool) -> Iterator[str]:
+    """What cannot be true of one (text, vision or audio) part of a configuration; each family has
+    names of its own for the sizes of parts that are not of text."""
     for name in _COUNTS:
         value = config.get(name)
         if name == "head_dim" and value == 0 and config.get("kv_lora_rank"):
@@ -108,6 +126,8 @@ def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
             each = config.get(name)
             if isinstance(each, list) and each and len(each) not in (layers, layers + drafts):
                 yield f"{name} has {len(each)} entries, num_hidden_layers is {layers}"
+    if not of_text:
+        return
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"

@@ -27,8 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     given, engine_arguments = _parse(arguments)
     quiet()
     try:
-        # Before vLLM is loaded, which takes seconds.
-        read_config(find_model(given.model, given.revision))
+        folder = find_model(given.model, given.revision)
+        if not any(it.replace("_", "-").startswith("--hf-o") for it in engine_arguments):
+            read_config(folder)  # before vLLM is loaded, which takes seconds
         of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
         with not_searched_for_garbage():
             diagnosis = _diagnosed(given, engine_arguments, of_file)

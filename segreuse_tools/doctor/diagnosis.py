@@ -74,15 +74,15 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
         InputError: there is no such model, or its configuration makes no sense.
     """
     folder = find_model(args.model, args.revision)
-    config = read_config(folder)
+    config = read_config(folder, args.hf_overrides)
     architectures = tuple(config["architectures"])
-    _check_known(architectures)
+    _check_known(config)
     register()  # start-up refuses through the patches, also where the plugin is not installed
     machine = _machine()
     found = look(args, folder, options)
     notes: tuple[str, ...] = ()
     if found.memory is None and not found.reasons:
-        found = look_at_rest(found, args, config, options)
+        found = look_at_rest(found, args, folder, options)
     elif found.memory is not None and found.vllm_config is not None:
         notes = _tight(found.memory.weight_bytes, machine, found.vllm_config)
         notes += _drafted(found.vllm_config)
@@ -105,17 +105,22 @@ def diagnose(args: EngineArgs, options: SegReuseConfig) -> Diagnosis:
     )
 
 
-def _check_known(architectures: tuple[str, ...]) -> None:
-    """Neither vLLM nor transformers has an architecture of this name: the file is wrong."""
+def _check_known(config: dict[str, Any]) -> None:
+    """Nobody has an architecture of this name: vLLM never had it, transformers has it not, and the
+    model brings no code of its own. The file is wrong."""
     import transformers
     import vllm
     from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _PREVIOUSLY_SUPPORTED_MODELS
 
-    known = ModelRegistry.get_supported_archs()
-    if not any(name in known or hasattr(transformers, name) for name in architectures):
+    named = config["architectures"]
+    known = {*ModelRegistry.get_supported_archs(), *_PREVIOUSLY_SUPPORTED_MODELS}
+    if "auto_map" not in config and not any(
+        name in known or hasattr(transformers, name) for name in named
+    ):
         raise InputError(
-            f"vLLM {vllm.__version__} has no architecture {', '.join(architectures)}: serve one of "
-            "its models, or register yours with a plugin"
+            f"vLLM {vllm.__version__} has no architecture {', '.join(named)}: serve one of its "
+            "models, or register yours with a plugin"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,8 @@ def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
 
     shared = dict(_ROPE_DICT)
     try:
-        with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+        dtype = vllm_config.model_config.dtype
+        with set_default_torch_dtype(dtype), torch.device("meta"), _numbers():
             return initialize_model(vllm_config=vllm_config)
     except Exception as error:
         if isinstance(error, ValueError) or _of_meta(error):
@@ -146,6 +147,23 @@ def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
     finally:  # vLLM gives equal rotary modules to later models, too
         _ROPE_DICT.clear()
         _ROPE_DICT.update(shared)
+
+
+def _numbers() -> AbstractContextManager[Any]:
+    """Tensors of one number that code names keep it: activations read theirs again (xIELU)."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Numbers(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func is torch.tensor and args and isinstance(args[0], int | float):
+                kwargs = {"device": "cpu"} | kwargs
+            return func(*args, **kwargs)
+
+    return Numbers()
 
 
 def _of_meta(error: Exception) -> bool:
@@ -163,7 +181,8 @@ def _unrouted(model: torch.nn.Module) -> str | None:
 
     found = (getattr(module, "router", None) for module in model.modules())
     router: Any = next((it for it in found if isinstance(it, FusedMoERouter)), None)
-    if router is None:
+    # A function of the model's own may know its experts in a step only (the Transformers backend).
+    if router is None or getattr(router, "custom_routing_function", None) is not None:
         return None
     token, experts = (
         torch.empty(1, size, device="meta") for size in (8, router.global_num_experts)

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from segreuse_tools.doctor.composed import ComposedStates, composed_states
 from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
 from segreuse_tools.doctor.memory_use import Memory, memory_of
-from segreuse_tools.doctor.rest import rest_of
+from segreuse_tools.doctor.rest import has_class, plain_class, rest_of, text_of_class
 from segreuse_tools.doctor.trained_documents import TrainedDocuments, documents_of
 from segreuse_tools.engine_loading import load_code
 from segreuse_tools.model_folder import read_config, text_part
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import kv_transfer_config
 from vllm_segreuse.engine.supported import (
+    BY_TRANSFORMERS,
+    WITHOUT,
     RefusedError,
     composes_states,
     model_reasons,
@@ -31,7 +33,7 @@ from vllm_segreuse.engine.version import UnsupportedVersionError
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 _LINE_CHARACTERS = 400
@@ -69,11 +71,12 @@ def look(args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
         options: of segment reuse.
     """
     found = Look()
-    config = read_config(folder)
+    config = read_config(folder, args.hf_overrides)
     args = _prepared(args, str(folder), options)
     try:
-        _check_code(config)
+        _check_code(config, args.trust_remote_code)
         found.vllm_config = args.create_engine_config()
+        _refuse_headless(found.vllm_config.model_config)
         found.documents = documents_of(found.vllm_config.model_config, folder, options)
         alone = of_one_rank(args, found.vllm_config)
         if composes_states(alone):
@@ -93,28 +96,27 @@ def look(args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
         found.by_vllm = (_of_vllm(error, config),)
         if found.vllm_config is None:  # else segment reuse has seen it, and has not refused it
             has_code = not isinstance(error, ImportError)
-            found.reasons = _known_reasons(args, has_code, config)
+            found.reasons = _known_reasons(args, has_code, config, folder)
     return found
 
 
-def look_at_rest(
-    found: Look, args: EngineArgs, config: dict[str, Any], options: SegReuseConfig
-) -> Look:
+def look_at_rest(found: Look, args: EngineArgs, folder: Path, options: SegReuseConfig) -> Look:
     """What segment reuse says of the layers for text of a model that vLLM cannot serve here, or not
     build without weights.
 
     Args:
         found: neither reasons of ours nor what the layers are like.
         args: of the engine.
-        config: of the model.
+        folder: of the model.
         options: of segment reuse.
     """
-    rest = rest_of(config)
+    rest = rest_of(read_config(folder, args.hf_overrides), folder)
     if rest is None:
         return found
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(rest.config))
-        of_rest = look(replace(args, revision=None), Path(folder), options)
+    args = replace(args, revision=None, hf_overrides={})
+    with tempfile.TemporaryDirectory() as own, plain_class(rest.config):
+        (Path(own) / "config.json").write_text(json.dumps(rest.config))
+        of_rest = look(args, Path(own), options)
     if of_rest.memory is None and not of_rest.reasons:
         return found
     if of_rest.memory is not None:
@@ -123,25 +125,72 @@ def look_at_rest(
     return of_rest
 
 
-def _check_code(config: dict[str, Any]) -> None:
-    """vLLM itself would not say what a model's code lacks."""
+def _check_code(config: dict[str, Any], trusted: bool) -> None:
+    """What vLLM itself would not say, or say late: what a model's code lacks, that vLLM has given
+    the model up, or that it brings code of its own.
+
+    Raises:
+        ImportError: the code needs a library that is not here.
+        ValueError: vLLM does not load it.
+    """
+    import transformers
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _PREVIOUSLY_SUPPORTED_MODELS
+
+    for name in config["architectures"]:
+        last = _PREVIOUSLY_SUPPORTED_MODELS.get(name)
+        if last and name not in ModelRegistry.models and not hasattr(transformers, name):
+            raise ValueError(f"it had {name} until version {last}, and has it no more")
     load_code(config["architectures"])
+    if "auto_map" in config and not trusted and not has_class(config):
+        raise ValueError("it needs trust_remote_code")
 
 
-def _known_reasons(args: EngineArgs, has_code: bool, config: dict[str, Any]) -> tuple[str, ...]:
+def _known_reasons(
+    args: EngineArgs, has_code: bool, config: dict[str, Any], folder: Path
+) -> tuple[str, ...]:
     """Why segment reuse refuses a model of which vLLM makes no engine's configuration here.
 
     Args:
         args: of the engine.
         has_code: whether vLLM can load the model's code.
-        config: what is left if it cannot.
+        config: what is left if it cannot, with what a class of configurations makes of it.
+        folder: of the model.
     """
     asked = args.disable_hybrid_kv_cache_manager is False
+    name = ", ".join(config["architectures"])
     if has_code:
         with suppress(Exception):  # of vLLM, whose refusal is known
             return model_reasons(args.create_model_config(), asked)
-    text = SimpleNamespace(**text_part(config))
-    return text_reasons(", ".join(config["architectures"]), text, asked)
+    texts = (text_of_class(folder), SimpleNamespace(**text_part(config)))
+    of_texts = filter(None, (text_reasons(name, text, asked) for text in texts))
+    images = (BY_TRANSFORMERS.format(name) + WITHOUT,)
+    return next(of_texts, images if _takes_images_by_transformers(config) else ())
+
+
+def _takes_images_by_transformers(config: dict[str, Any]) -> bool:
+    """Whether a model has a part for text beside others, and vLLM no code for it. vLLM asks for
+    files of its images before it says so."""
+    import transformers
+    from vllm import ModelRegistry
+
+    named = config["architectures"]
+    by_vllm = any(name in ModelRegistry.models for name in named)
+    return text_part(config) is not config and not by_vllm and hasattr(transformers, named[0])
+
+
+def _refuse_headless(model_config: ModelConfig) -> None:
+    """Models of embeddings that vLLM takes for models of text, whose code is that of one.
+
+    Raises:
+        RefusedError: they have no weights by which to choose a token.
+    """
+    from vllm.model_executor.models import registry
+
+    heads = registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
+    for name in model_config.architectures:
+        if name in registry._EMBEDDING_MODELS and name not in heads:
+            raise RefusedError(f"{name} is a pooling model, without a head for text{WITHOUT}")
 
 
 def _prepared(args: EngineArgs, folder: str, options: SegReuseConfig) -> EngineArgs:

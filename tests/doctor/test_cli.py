@@ -276,6 +276,45 @@ def test_a_bad_configuration(
     assert "works" not in out
 
 
+def test_the_architecture_may_be_given_beside_the_file(
+    model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it has to be where `config.json` names none."""
+    folder, named = model("llama-3.2-1b", architectures=None), '{"architectures": ["%s"]}'
+    assert cli.main([folder, "--hf-overrides", named % "LlamaForCausalLM"]) == 0
+    assert cli.main([folder, "--hf-overrides", named % "NobodyForCausalLM"]) == 2
+    assert cli.main([folder]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("LlamaForCausalLM: works with segment reuse")
+    assert "has no architecture NobodyForCausalLM" in err
+    assert "names no architecture" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"architectures": ["XverseForCausalLM"]}, "it had XverseForCausalLM until version 0.23.0"),
+        (
+            {
+                "architectures": ["NobodyForCausalLM"],
+                "model_type": "nobody",
+                "auto_map": {"AutoConfig": "configuration_nobody.NobodyConfig"},
+            },
+            "NobodyForCausalLM comes with code of its own (auto_map)",
+        ),
+    ],
+)
+def test_a_model_that_vllm_has_no_code_for_is_refused(
+    changes: dict[str, Any], why: str, model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no bad input: vLLM had the code, or the model brings it."""
+    assert cli.main([model("qwen3-8b", **changes), "--json"]) == 1
+    out, err = capsys.readouterr()
+    [reason] = json.loads(out)["reasons"]
+    assert why in reason
+    assert "ERROR" not in err
+
+
 def test_a_bad_file_of_options(model: Any, reuse: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = reuse("polcy: epic\n")
     assert cli.main([model("qwen3-8b"), "--config", file]) == 2

@@ -4,9 +4,10 @@
 `families.json` has, by name, the configuration, whether it works, and a part of the reason if not.
 `code` is what vLLM finds out about a model's code, where that cannot be imported without packages
 that the tests do without (torchvision); `text` is whether its layers for text are examined without
-that code. `amx` is whether the machine is to have it; `layers` is whether the layers are supported,
-and it is vLLM that refuses the model. `map_bytes` are those of what a segment changes of its
-states, where these are composed if it is asked for (`test_states.py`).
+that code. `amx` is whether the machine is to have it; `environment` and `options` are variables
+and options of the server that it needs; `layers` is whether the layers are supported, and it is
+vLLM that refuses the model. `map_bytes` are those of what a segment changes of its states, where
+these are composed if it is asked for (`test_states.py`).
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = json.loads(
 
 AT_PUSH = (
     *("llama-3.1-8b", "phi-3-mini-128k", "gemma-3-27b", "gemma-4-e2b", "gpt-oss-20b"),
-    *("glm-4.5-air", "qwen2.5-vl-7b", "olmo-2-7b"),
+    *("glm-4.5-air", "qwen2.5-vl-7b", "olmo-2-7b", "hunyuan-a13b", "apertus-8b"),
 )
 """Of those that work; those that do not are examined at every push."""
 
@@ -52,7 +53,7 @@ def stand_in(code: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     known: Any = ModelRegistry.models["LlamaForCausalLM"]
     info = dataclasses.replace(known.inspect_model_cls(), **code)
     monkeypatch.setattr(type(known), "inspect_model_cls", lambda self: info)
-    monkeypatch.setattr(looking, "_check_code", lambda config: None)
+    monkeypatch.setattr(looking, "_check_code", lambda config, trusted: None)
     monkeypatch.setattr(looking, "examine", unexamined)
 
 
@@ -72,7 +73,7 @@ def test_the_verdict_on_a_family(
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: family["amx"])
     for variable, value in family.get("environment", {}).items():
         monkeypatch.setenv(variable, value)
-    told = found(family["config"], tmp_path)
+    told = found(family["config"], tmp_path, **family.get("options", {}))
     assert told.works == family["works"], told.reasons
     assert told.architectures == tuple(family["config"]["architectures"])
     if told.works:
@@ -134,6 +135,15 @@ KV_BYTES = {
     "hy3": in_bf16(80, 8, 128),
     "exaone-4.5-33b": in_bf16(64, 8, 128),
     "step-3.5-flash": in_bf16(45, 8, 128),
+    "hunyuan-a13b": in_bf16(32, 8, 128),
+    "apertus-8b": in_bf16(32, 8, 128),
+    "mimo-7b": in_bf16(36, 8, 128),
+    "minicpm-2b": in_bf16(40, 36, 64),
+    "qwen2.5-vl-7b": in_bf16(28, 4, 128),
+    "qwen3-vl-8b": in_bf16(36, 8, 128),
+    "qwen3-vl-4b": in_bf16(36, 8, 128),
+    "qwen3-vl-30b-a3b": in_bf16(48, 4, 128),
+    "glm-4.5v": in_bf16(46, 8, 128),
 }
 """By the published shapes: layers, KV heads and channels of a head."""
 

@@ -99,6 +99,23 @@ def test_a_file_that_is_no_configuration(text: str, why: str, tmp_path: Path) ->
     assert str(refused.value).startswith(f"{tmp_path / 'config.json'} {why}")
 
 
+def test_what_vllm_reads_in_place_of_the_file(tmp_path: Path) -> None:
+    own = {"architectures": None, "text_config": {"num_hidden_layers": 2, "vocab_size": 9}}
+    changed: dict[str, Any] = {"architectures": ["Some"], "text_config": {"num_hidden_layers": 3}}
+    read = read_config(folder(tmp_path, **own), changed)
+    assert read["architectures"] == ["Some"]
+    assert read["text_config"] == {"num_hidden_layers": 3, "vocab_size": 9}
+    with pytest.raises(InputError, match="num_attention_heads=32 is no multiple of"):
+        read_config(folder(tmp_path), {"num_key_value_heads": 5})
+
+
+def test_parts_that_are_not_of_text_have_sizes_of_their_own(tmp_path: Path) -> None:
+    part = {"hidden_size": 1152, "num_attention_heads": 14}
+    assert read_config(folder(tmp_path, vision_config=part))["vision_config"] == part
+    with pytest.raises(InputError, match="hidden_size=1152 is no multiple of"):
+        read_config(folder(tmp_path, text_config=part))
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"config\.json is not JSON"):

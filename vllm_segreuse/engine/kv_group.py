@@ -157,18 +157,17 @@ def _by_layer(group: KVCacheGroupSpec) -> dict[str, Any]:
 
 def _other_shape(groups: Sequence[KVCacheGroupSpec]) -> str:
     """What was found instead, and the way out."""
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    kinds = {type(spec) for group in groups for spec in _by_layer(group).values()}
-    if kinds == {SlidingWindowSpec}:
+    if not groups:
+        return f"no layer of the model keeps KV, as where tokens attend to later ones{WITHOUT}"
+    kinds = sorted({type(spec).__name__ for it in groups for spec in _by_layer(it).values()})
+    if kinds == ["SlidingWindowSpec"]:
         return (
             "every layer of the model attends to a sliding window; limit prompts to the window "
             "with --disable-sliding-window, or serve this model without --segreuse"
         )
-    found = ", ".join(sorted(kind.__name__ for kind in kinds))
     return (
-        f"the model needs {len(groups)} KV cache groups ({found}), one group whose blocks are kept "
-        f"for all tokens is supported{WITHOUT}"
+        f"the model needs {len(groups)} KV cache groups ({', '.join(kinds)}), one group whose "
+        f"blocks are kept for all tokens is supported{WITHOUT}"
     )
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 WITHOUT = "; serve this model without --segreuse"
 """Ends a refusal that only another model, or another configuration of it, gets around."""
 
+BY_TRANSFORMERS = "vLLM runs {} by its Transformers backend, and its images are not proven"
+
 _STATES_IN_PLACE_OF_KV = (
     "has layers that hand on a state in place of keys and values (linear attention, state space "
     "or convolution), and vLLM keeps nothing of a segment by which that state could be composed, "
@@ -128,8 +130,7 @@ def model_reasons(model_config: ModelConfig, asked: bool = False) -> tuple[str, 
         model_config: of an engine whose whole configuration vLLM may refuse to make.
         asked: whether states are to be composed where they can be.
     """
-    faults = _model_faults(model_config, asked)
-    return tuple(why for wrong, why in faults if wrong)
+    return tuple(why for wrong, why in _model_faults(model_config, asked) if wrong)
 
 
 def text_reasons(name: str, text: object, asked: bool = False) -> tuple[str, ...]:
@@ -185,7 +186,7 @@ def _model_faults(model: ModelConfig, asked: bool) -> list[tuple[bool, str]]:
         _states_fault(name, text, hands_on, asked),
         (
             model.is_multimodal_model and model.using_transformers_backend(),
-            f"vLLM runs {name} by its Transformers backend, and its images are not proven"
+            BY_TRANSFORMERS.format(name)
             + ("; remove --model-impl" if model.model_impl == "transformers" else WITHOUT),
         ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
