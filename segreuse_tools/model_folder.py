@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ _COUNTS = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
+
+_LAYERS, _MOST = 10_000, 2**31
+"""With so many layers vLLM takes minutes to say no, with more bytes than there are it fails."""
 
 _BY_LAYER = (
     *("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_layer_pattern"),
@@ -83,7 +87,11 @@ def read_config(folder: Path, overrides: object = None) -> dict[str, Any]:
     if isinstance(overrides, dict):
         config = _overridden(config, overrides)
     named = config.get("architectures")
-    if not isinstance(named, list) or not named or not all(isinstance(it, str) for it in named):
+    if (
+        not isinstance(named, list)
+        or not named
+        or not all(isinstance(it, str) and it for it in named)
+    ):
         raise InputError(f"{file} names no architecture: `architectures` is {named!r}")
     for part in (config, *(it for it in config.values() if isinstance(it, Mapping))):
         of_text = part is config or part is text_part(config)
@@ -119,6 +127,12 @@ def _contradictions(config: Mapping[str, Any], of_text: bool) -> Iterator[str]:
         if not isinstance(value, list | None) and (type(value) is not int or value < 1):
             yield f"{name} is {value!r}, not a positive number"
             return
+        if isinstance(value, int) and value > (_LAYERS if name == "num_hidden_layers" else _MOST):
+            yield f"{name} is {value}, more than any model has"
+            return
+    theta = config.get("rope_theta")  # some families have one of each layer
+    if isinstance(theta, int | float) and not 0 <= theta < math.inf:
+        yield f"rope_theta is {theta}, not a number that angles can be made of"
     layers = config.get("num_hidden_layers")
     drafts = config.get("num_nextn_predict_layers") or 0
     if isinstance(layers, int):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def built(vllm_config: VllmConfig) -> Iterator[torch.nn.Module]:
     try:
         with set_current_vllm_config(vllm_config), _one_rank():
             yield _without_weights(vllm_config)
-    except (RefusedError, ValueError):
+    except (RefusedError, UnexaminedError, ValueError):
         raise
     except Exception as error:
         if isinstance(error, RuntimeError) and not _of_meta(error):
@@ -143,6 +144,8 @@ def _without_weights(vllm_config: VllmConfig) -> torch.nn.Module:
     except Exception as error:
         if isinstance(error, ValueError) or _of_meta(error):
             raise
+        if _without_tokenizer(error):
+            raise UnexaminedError("its code reads its tokenizer as it is built") from error
         raise ValueError(f"{type(error).__name__}: {error}") from error  # start-up meets it, too
     finally:  # vLLM gives equal rotary modules to later models, too
         _ROPE_DICT.clear()
@@ -169,6 +172,12 @@ def _numbers() -> AbstractContextManager[Any]:
 def _of_meta(error: Exception) -> bool:
     """Whether something failed because tensors have no storage here."""
     return "meta" in str(error).lower()
+
+
+def _without_tokenizer(error: Exception) -> bool:
+    """Whether code failed that has asked for the tokenizer, which is not loaded here."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_locals.get("tokenizer", ...) is None
 
 
 def _unrouted(model: torch.nn.Module) -> str | None:

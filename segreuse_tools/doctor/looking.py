@@ -119,9 +119,10 @@ def look_at_rest(found: Look, args: EngineArgs, folder: Path, options: SegReuseC
         of_rest = look(args, Path(own), options)
     if of_rest.memory is None and not of_rest.reasons:
         return found
+    lacks = of_rest.by_vllm if of_rest.memory is not None else ()  # else of what the rest alone is
     if of_rest.memory is not None:
         of_rest.notes = (f"{_LAYERS_WORK}, examined {rest.without}",)
-    of_rest.by_vllm = tuple(dict.fromkeys((*found.by_vllm, *of_rest.by_vllm)))
+    of_rest.by_vllm = tuple(dict.fromkeys((*found.by_vllm, *lacks)))
     return of_rest
 
 

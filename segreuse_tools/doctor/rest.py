@@ -24,6 +24,14 @@ takes images only."""
 
 _ROPE = ("rope_parameters", "rope_scaling")
 
+_READ_EARLY = ("max_position_embeddings", "head_dim", "hidden_size", "num_attention_heads")
+_OTHER_NAMES = {
+    **dict.fromkeys(("num_layers", "n_layer"), "num_hidden_layers"),
+    **dict.fromkeys(("n_head", "n_heads"), "num_attention_heads"),
+    **dict.fromkeys(("n_embd", "d_model"), "hidden_size"),
+}
+"""Keys that classes know by another name, too."""
+
 _QUANTISED = "hf_quant_config.json"
 """Where ModelOpt writes of quantisation, also where `config.json` says nothing of it."""
 
@@ -49,18 +57,22 @@ def rest_of(config: dict[str, Any], folder: Path) -> Rest | None:
         folder: that it is of.
     """
     text = _text(config, folder)
-    left = [] if text is config else ["as a model of text alone"]
+    is_all = text is config
+    left = [] if is_all else ["as a model of text alone"]
     if "quantization_config" in {**config, **text} or (folder / _QUANTISED).is_file():
         left.append("without quantisation (weights are counted so)")
     if not has_class(text):
         left.append("without the model's own code")
-    named = config["architectures"] if text is config else _architectures(text)
+        if text.get("use_sliding_window") is False:  # which classes go by
+            text = {**text, "sliding_window": None}
+    named = config["architectures"] if is_all else _architectures(text)
     if not left or not named:
         return None
     dtype = text.get("dtype") or config.get("dtype") or config.get("torch_dtype")
     rest = {k: v for k, v in text.items() if k not in ("quantization_config", "auto_map")}
     rest |= {key: _of_text(rest[key]) for key in _ROPE if isinstance(rest.get(key), dict)}
     rest |= {"architectures": named} | ({} if dtype is None else {"dtype": dtype})
+    rest.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
     return Rest(rest, " and ".join(left))
 
 
@@ -106,18 +118,21 @@ def has_class(text: dict[str, Any]) -> bool:
 @contextmanager
 def plain_class(config: dict[str, Any]) -> Iterator[None]:
     """Have vLLM read a configuration whose class is the model's own as the file has it."""
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     kind = config.get("model_type")
     if has_class(config) or not isinstance(kind, str):
         yield
         return
-    AutoConfig.register(kind, type("OwnConfig", (PretrainedConfig,), {"model_type": kind}))
+    # With the first of these transformers puts older keys there, and reads the others for it.
+    known = {"rope_parameters": None, "model_type": kind}
+    known |= {key: config[key] for key in _READ_EARLY if key in config}
+    names = {name: key for key, name in _OTHER_NAMES.items() if key in config}
+    known["attribute_map"] = {name: key for name, key in names.items() if name not in config}
+    AutoConfig.register(kind, type("OwnConfig", (PretrainedConfig,), known))
     try:
         yield
     finally:
-        from transformers import CONFIG_MAPPING
-
         CONFIG_MAPPING._extra_content.pop(kind)
 
 

@@ -64,7 +64,7 @@ def load_model(
     args = server_arguments(command, model, arguments)
     options = options_of(args, of_file)
     folder = find_model(model, args.revision)
-    config = read_config(folder)
+    config = read_config(folder, args.hf_overrides)
     with suppress(ImportError):  # vLLM's configuration refuses it
         load_code(config["architectures"])
     args.model = str(folder)

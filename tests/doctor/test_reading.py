@@ -48,6 +48,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": -1}, "num_attention_heads is -1, not a positive number"),
     ({"vocab_size": True}, "vocab_size is True, not a positive number"),
     ({"text_config": {"hidden_size": 2.5}}, "hidden_size is 2.5, not a positive number"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, more than any model has"),
+    ({"vocab_size": 10**12}, "vocab_size is 1000000000000, more than any model has"),
+    ({"rope_theta": float("nan")}, "rope_theta is nan, not a number that angles can be made of"),
+    ({"rope_theta": -1e4}, "rope_theta is -10000.0, not a number that angles can be made of"),
 ]
 
 
@@ -70,6 +74,7 @@ def test_a_configuration_that_contradicts_itself(
         {"layer_types": ["full_attention"] * 32},
         {"layer_types": ["full_attention"] * 33, "num_nextn_predict_layers": 1},
         {"moe_layer_freq": 1, "no_rope_layers": []},
+        {"rope_theta": [1e4] * 32, "max_position_embeddings": 10 * 2**20},
         {"kv_lora_rank": 512, "head_dim": 0},
         {"model_type": "qwen3", "hidden_size": 4097},  # whose heads have 128 channels by default
     ],
@@ -90,6 +95,7 @@ def test_what_families_write_is_no_contradiction(changes: dict[str, Any], tmp_pa
         ("{}", "names no architecture: `architectures` is None"),
         ('{"architectures": []}', "names no architecture: `architectures` is []"),
         ('{"architectures": [7]}', "names no architecture: `architectures` is [7]"),
+        ('{"architectures": [""]}', "names no architecture: `architectures` is ['']"),
     ],
 )
 def test_a_file_that_is_no_configuration(text: str, why: str, tmp_path: Path) -> None:
