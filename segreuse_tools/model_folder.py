@@ -104,7 +104,7 @@ def _overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, 
     """As vLLM does it: an object changes the part of this name, anything else replaces it."""
     changed = dict(config)
     for key, value in overrides.items():
-        part = config.get(key)
+        part: Any = config.get(key)
         both = isinstance(value, dict) and isinstance(part, dict)
         changed[key] = _overridden(part, value) if both else value
     return changed

@@ -165,7 +165,7 @@ def _known_reasons(
             return model_reasons(args.create_model_config(), asked)
     texts = (text_of_class(folder), SimpleNamespace(**text_part(config)))
     of_texts = filter(None, (text_reasons(name, text, asked) for text in texts))
-    images = (BY_TRANSFORMERS.format(name) + WITHOUT,)
+    images = (f"vLLM runs {name} {BY_TRANSFORMERS}{WITHOUT}",)
     return next(of_texts, images if _takes_images_by_transformers(config) else ())
 
 

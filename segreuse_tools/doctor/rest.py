@@ -125,7 +125,7 @@ def plain_class(config: dict[str, Any]) -> Iterator[None]:
         yield
         return
     # With the first of these transformers puts older keys there, and reads the others for it.
-    known = {"rope_parameters": None, "model_type": kind}
+    known: dict[str, Any] = {"rope_parameters": None, "model_type": kind}
     known |= {key: config[key] for key in _READ_EARLY if key in config}
     names = {name: key for key, name in _OTHER_NAMES.items() if key in config}
     known["attribute_map"] = {name: key for name, key in names.items() if name not in config}

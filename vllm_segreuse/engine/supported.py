@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 WITHOUT = "; serve this model without --segreuse"
 """Ends a refusal that only another model, or another configuration of it, gets around."""
 
-BY_TRANSFORMERS = "vLLM runs {} by its Transformers backend, and its images are not proven"
+BY_TRANSFORMERS = "by its Transformers backend, and its images are not proven"
 
 _STATES_IN_PLACE_OF_KV = (
     "has layers that hand on a state in place of keys and values (linear attention, state space "
@@ -186,7 +186,7 @@ def _model_faults(model: ModelConfig, asked: bool) -> list[tuple[bool, str]]:
         _states_fault(name, text, hands_on, asked),
         (
             model.is_multimodal_model and model.using_transformers_backend(),
-            BY_TRANSFORMERS.format(name)
+            f"vLLM runs {name} {BY_TRANSFORMERS}"
             + ("; remove --model-impl" if model.model_impl == "transformers" else WITHOUT),
         ),
         (model.is_encoder_decoder, f"{name} is an encoder-decoder model{WITHOUT}"),
