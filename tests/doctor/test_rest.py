@@ -22,7 +22,8 @@ def found(folder: Path, config: dict[str, Any], **options: Any) -> Diagnosis:
 
 def test_quantisation_that_another_file_tells_of_is_left_out(tmp_path: Path) -> None:
     """As ModelOpt writes it: `config.json` is that of the unquantised model."""
-    quantised = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": []}}
+    about = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    quantised = {"producer": {"name": "modelopt"}, "quantization": about}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantised))
     told = found(tmp_path, FAMILIES["qwen3-8b"]["config"])
     assert "NVFP4" in told.reasons[0]
