@@ -480,15 +480,15 @@ REFUSED: dict[str, Shape] = {
         qk_rope_head_dim=16,
         v_head_dim=32,
     ),
-    "lfm2": _tiny(
-        "lfm2",
-        "hybrid: short convolutions beside attention",
-        layer_types=["conv", "full_attention", "conv", "full_attention"],
-        block_auto_adjust_ff_dim=False,
-        conv_dim=128,
-        block_dim=128,
-        block_multiple_of=32,
-        block_ffn_dim_multiplier=1.0,
+    "jamba": _tiny(
+        "jamba",
+        "hybrid: Mamba, of which each channel fades by itself, beside attention",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_dt_rank=8,
+        use_mamba_kernels=False,
     ),
 }
 """Shapes that the plugin must refuse at start-up, by name."""
@@ -552,6 +552,40 @@ STATES_OF_MAMBA2: dict[str, Shape] = {
 }
 """The same, of Mamba-2; the others are of the gated delta rule."""
 
+_SHORT_CONV: dict[str, Any] = {
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
+    "num_hidden_layers": 6,
+    "conv_L_cache": 3,
+    "tie_word_embeddings": True,
+}
+"""As LFM2 begins and ends. vLLM takes its embeddings for the head, whatever its config says."""
+
+STATES_OF_CONVOLUTIONS: dict[str, Shape] = {
+    "lfm2": _hybrid(
+        "lfm2",
+        "short convolutions, which hand on their last inputs, beside attention",
+        **_SHORT_CONV,
+        conv_dim=_TINY["hidden_size"],
+        block_dim=_TINY["hidden_size"],
+        block_multiple_of=32,
+        block_auto_adjust_ff_dim=False,
+        block_ffn_dim_multiplier=1.0,
+    ),
+    "lfm2_moe": _hybrid(
+        "lfm2_moe",
+        "the same, with experts by sigmoid behind two dense layers",
+        **_SHORT_CONV,
+        num_dense_layers=2,
+        num_experts=4,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+    ),
+}
+"""The same, of short convolutions alone."""
+
+COMPOSED = STATES | STATES_OF_MAMBA2 | STATES_OF_CONVOLUTIONS
+"""All of these."""
+
 _BENCH: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 192,
@@ -585,9 +619,7 @@ BENCH: dict[str, Shape] = {
 """Shapes for measurements: 8,000 tokens take seconds on two cores, mostly in matrix products and
 attention, yet a run is over in minutes."""
 
-SHAPES: dict[str, Shape] = (
-    SUPPORTED | VISION | LATENT | DRAFTED | REFUSED | STATES | STATES_OF_MAMBA2 | BENCH
-)
+SHAPES: dict[str, Shape] = SUPPORTED | VISION | LATENT | DRAFTED | REFUSED | COMPOSED | BENCH
 
 
 def cache_root() -> Path:
@@ -682,6 +714,8 @@ def _add_prediction_layer(directory: Path, config: dict[str, Any]) -> None:
 
 def _loudness(shape: Shape, name: str) -> float:
     """How much of its usual size a weight has."""
+    if "embed_tokens" in name and shape.model_type.startswith("lfm2"):  # the head's as well
+        return 2.0 / math.sqrt(shape.config["hidden_size"])
     if not shape.predictable or not name.endswith(
         ("o_proj.weight", "down_proj.weight", "down_proj")
     ):

@@ -415,12 +415,12 @@ def _with_links(text: str) -> str:
 
 def support() -> str:
     """What passing tests have shown of each shape of model, by device."""
-    from bench.shapes import DRAFTED, LATENT, STATES, STATES_OF_MAMBA2, SUPPORTED, VISION
+    from bench.shapes import COMPOSED, DRAFTED, LATENT, SUPPORTED, VISION
 
     shown = _support()
     features = sources.constant(REPOSITORY / "tests" / "support.py", "FEATURES")
     rows = []
-    shapes = SUPPORTED | VISION | LATENT | DRAFTED | STATES | STATES_OF_MAMBA2
+    shapes = SUPPORTED | VISION | LATENT | DRAFTED | COMPOSED
     for shape, about in shapes.items():
         of_shape = {where: found.get(shape, []) for where, found in shown.items()}
         cells = [_devices([it for it, has in of_shape.items() if one in has]) for one in features]
@@ -467,7 +467,8 @@ def _verdict(family: dict[str, Any]) -> str:
     if not family["works"]:
         layers = "; its layers are supported" if family.get("layers") else ""
         if size := family.get("map_bytes"):
-            layers = f"; composed on CPUs if it is asked for, {size / 2**20:.0f} MiB a map"
+            told = f"{size / 2**20:.0f} MiB" if size >= 2**20 else f"{size / 2**10:.0f} KiB"
+            layers = f"; composed on CPUs if it is asked for, {told} a map"
         return f"refused: {sources.escaped(family['why'])}{layers}"
     examined = "for text" if family.get("text") else "not"
     works = f"works (layers {examined} examined)" if "code" in family else "works"

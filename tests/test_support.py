@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.shapes import DRAFTED, LATENT, STATES, STATES_OF_MAMBA2, SUPPORTED, VISION
+from bench.shapes import COMPOSED, DRAFTED, LATENT, SUPPORTED, VISION
 from tests import support
 from vllm_segreuse.engine.version import SUPPORTED as SUPPORTED_VLLM
 
@@ -155,7 +155,7 @@ def test_the_committed_table_names_shapes_and_features_that_tests_show() -> None
     shown = json.loads(support.FILE.read_text())
     for found in shown.values():
         families = {it: has for it, has in found.items() if not it.startswith(support.PATCH)}
-        shapes = SUPPORTED | VISION | LATENT | DRAFTED | STATES | STATES_OF_MAMBA2
+        shapes = SUPPORTED | VISION | LATENT | DRAFTED | COMPOSED
         assert families.keys() <= shapes.keys()
         assert {one for features in families.values() for one in features} <= marked
     assert marked <= support.FEATURES.keys()

@@ -211,8 +211,10 @@ def test_states_are_no_reason_where_they_are_to_be_composed_and_can_be(
     """Also of a model of which vLLM makes no engine's configuration."""
     rule = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 64}
     mamba2 = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 48}
+    convolution = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
     other = {"layer_types": ["mamba", "full_attention"]}
-    for text, is_refused in ((rule, not asked), (mamba2, not asked), (other, True)):
+    each = (rule, not asked), (mamba2, not asked), (convolution, not asked), (other, True)
+    for text, is_refused in each:
         known = config(llama, {"is_hybrid": True}, text=text).model_config
         assert bool(model_reasons(known, asked)) == is_refused
         assert bool(text_reasons("Other", SimpleNamespace(**text), asked)) == is_refused

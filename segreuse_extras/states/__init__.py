@@ -3,8 +3,10 @@
 
 With the gated delta rule (`delta_rule.py`) and Mamba-2 (`mamba2.py`) a segment is an affine map of
 the state in front of it, `S_out = A S_in + B`. `A` and `B` are of the segment alone, so a segment
-that moves needs no rotation there. `A` is a matrix of each head, or a number; nothing but these two
-files, and `kinds.py`, which tells them apart, knows which.
+that moves needs no rotation there. `A` is a matrix of each head, or a number. All kinds have a
+short convolution, of which the last inputs are handed on, whatever was in front; some have nothing
+else (`short_conv.py`). Nothing but the files of the kinds (the first two share `recurrent.py`), and
+`kinds.py`, which tells them apart, knows which is which.
 
     first prompt     . . a b c d e f . .      its blocks donate KV of the attention layers
     second prompt    . x a b c d e f . y      that KV is known: A and B are noted

@@ -12,9 +12,9 @@ from segreuse_extras.states.options import StatesServer
 from segreuse_extras.states.prefill import StatesPrefill
 from segreuse_extras.states.proof import prove_states
 from segreuse_extras.states.refusals import check_budget
+from segreuse_extras.states.rotary import turn_rows
 from segreuse_extras.states.rows import StateRows
 from segreuse_extras.states.stack import StateStack
-from vllm_segreuse.compat import gdn_attention
 from vllm_segreuse.compat.lora_manager import Adapters
 from vllm_segreuse.compat.model_runner import loaded_model, running_rows
 from vllm_segreuse.engine.kv_group import KvGroup
@@ -77,6 +77,7 @@ def _proven(
     check_format(attention.values())
     stack = StateStack(model, attention, vllm_config, group.block_size)
     check_rotated_channels(stack)
+    turn_rows(stack.layers)
     layouts = [discover_layout(layer, group.block_size) for layer in stack.attention]
     rows = StateRows(vllm_config, kv_cache_config, attention, group)
     running = [1 + _SCRATCH_BLOCKS + number for number in range(layers.num_groups)]
@@ -90,7 +91,7 @@ def _proven(
     blocks = kv_cache_config.num_blocks
     scratch = Scratch(stack, layouts, rows, settings, group, blocks, vllm_config)
     captures = Captures(layers, running_rows)
-    gdn_attention.observe(captures.observe)
+    layers.observed_by(captures.observe)
     ropes = prove_rotations(scratch)
     first, max_model_len = typed_pages(stack.attention[0]), vllm_config.model_config.max_model_len
     kv = [

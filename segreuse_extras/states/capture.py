@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps are noted while the model computes their segments.
 
-Each layer scans a segment twice more (`StateLayer.note`): from no state, which leaves what the
-segment adds, and with values of zero from the unit matrix or the number 1, which leaves the
-product. Where a segment takes several steps, both go on from what the step before has left.
+Of short convolutions the last inputs are kept. Layers with a state of heads scan a segment twice
+more (`RecurrentLayer.note`): from no state, which leaves what the segment adds, and with values of
+zero from the unit matrix or the number 1, which leaves the product. Where a segment takes several
+steps, all go on from what the step before has left.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from segreuse_extras.states.layers import SegmentMap, StateLayers, StateMap
+from segreuse_extras.states.layers import Seen, SegmentMap, StateLayers, StateMap
 from segreuse_extras.states.messages import Captured, CaptureOrder
-from vllm_segreuse.compat.gdn_attention import Scan
 from vllm_segreuse.compat.model_runner import RunningRow
 
 
@@ -45,10 +45,7 @@ class _Noted:
 
     def is_finite(self) -> bool:
         return all(
-            bool(part.isfinite().all())
-            for it in self.maps
-            if it is not None
-            for part in (it.product, it.added, it.tail)
+            bool(part.isfinite().all()) for it in self.maps if it is not None for part in it.parts
         )
 
 
@@ -118,20 +115,20 @@ class Captures:
         finally:
             self._rests = False
 
-    def observe(self, scan: Scan) -> None:
-        """A layer is about to scan tokens (`compat/gdn_attention.py`, `compat/mamba_mixer2.py`)."""
+    def observe(self, seen: Seen) -> None:
+        """A layer is about to read tokens."""
         if self._rests or not self._under_way:
             return
-        layer = self._layers.index[scan.layer]
+        layer = self._layers.index[seen.layer]
         found = self._rows_of_step() if self._own_rows is None else self._own_rows
         rows = {row.request_id: row for row in found}
         for it in self._under_way.values():
             row = rows.get(it.order.request_id)
-            if row is not None and row.first >= scan.num_decoded:
-                self._note(it, layer, scan, row)
+            if row is not None and row.first >= seen.num_decoded:
+                self._note(it, layer, seen, row)
 
-    def _note(self, it: _Noted, layer: int, scan: Scan, row: RunningRow) -> None:
-        """What a scan tells of a segment."""
+    def _note(self, it: _Noted, layer: int, seen: Seen, row: RunningRow) -> None:
+        """What a layer's tokens tell of a segment."""
         order = it.order
         first = max(order.first, row.position)
         stop = min(order.stop, row.position + row.length)
@@ -145,5 +142,5 @@ class Captures:
         known = it.maps[layer]
         assert known is not None
         begin, end = (row.first + position - row.position for position in (first, stop))
-        it.maps[layer] = self._layers.layers[layer].note(known, scan, begin, end)
+        it.maps[layer] = self._layers.layers[layer].note(known, seen, begin, end)
         it.reached[layer] = stop

@@ -15,7 +15,8 @@ from vllm_segreuse.cache.rolling_hash import window_hashes
 from vllm_segreuse.plan import BoolArray, IntArray
 
 LEAST_TOKENS = 32
-"""Shorter segments have no map: each takes as much as the KV of thousands of tokens."""
+"""Shorter segments have no map: of most kinds each takes as much as the KV of thousands of
+tokens."""
 
 
 @dataclass

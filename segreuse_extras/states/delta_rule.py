@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from segreuse_extras.states.layers import StateLayer
+from segreuse_extras.states.recurrent import RecurrentLayer
 from vllm_segreuse.model.modules import UnsupportedModelError
 
 if TYPE_CHECKING:
     from vllm_segreuse.compat.gdn_attention import Scan
 
 
-class DeltaRuleLayer(StateLayer):
+class DeltaRuleLayer(RecurrentLayer):
     """One of vLLM's `QwenGatedDeltaNetAttention`; of a state, keys' channels go before values'."""
 
     @classmethod

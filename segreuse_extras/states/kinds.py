@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from segreuse_extras.states.delta_rule import DeltaRuleLayer
 from segreuse_extras.states.layers import StateLayer, StateLayers
 from segreuse_extras.states.mamba2 import Mamba2Layer
+from segreuse_extras.states.short_conv import ShortConvLayer
 from vllm_segreuse.engine.kv_group import KvGroup
 from vllm_segreuse.model.modules import UnsupportedModelError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 KINDS: dict[type, type[StateLayer]] = {
     QwenGatedDeltaNetAttention: DeltaRuleLayer,
     MambaMixer2: Mamba2Layer,
+    ShortConv: ShortConvLayer,
 }
 """By vLLM's class, and no other: a subclass may compute something else."""
 
@@ -39,19 +41,12 @@ def state_layer(name: str, layer: Any, group: int) -> StateLayer:
     """
     kind = KINDS.get(type(layer))
     if kind is None:
-        known = " and ".join(it.__name__ for it in KINDS)
+        *known, last = (it.__name__ for it in KINDS)
         raise UnsupportedModelError(
-            f"{name} is {type(layer).__name__}, and states are composed of {known} only"
+            f"{name} is {type(layer).__name__}, and states are composed of {', '.join(known)} and "
+            f"{last} only"
         )
-    if len(layer.kv_cache) != 2:
-        raise UnsupportedModelError(
-            f"{name} keeps {len(layer.kv_cache)} tensors of a prompt (--use-replayssm), and "
-            "composed are its state and its last inputs"
-        )
-    convolution, states = layer.kv_cache
-    if is_conv_state_dim_first():
-        convolution = convolution.transpose(-1, -2)
-    return kind(name, group, convolution, states)
+    return kind(name, group, layer)
 
 
 def state_layers(

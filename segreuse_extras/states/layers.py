@@ -4,71 +4,71 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-if TYPE_CHECKING:
-    from vllm_segreuse.compat.gdn_attention import Scan
+from vllm_segreuse.model.modules import UnsupportedModelError
 
 
-_KEPT = torch.bfloat16
-"""The type of what is kept of a map."""
+class Seen(Protocol):
+    """What a layer reads in a step."""
+
+    @property
+    def layer(self) -> str:
+        """vLLM's name of it."""
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """`[tokens, channels]`, what enters the short convolution, of all tokens of the step."""
+
+    @property
+    def num_decoded(self) -> int:
+        """How many of them, which stand in front, go by a kernel that nobody sees."""
+
+
+Observer = Callable[[Seen], None]
 
 
 @dataclass(frozen=True)
 class StateMap:
-    """What a segment makes of the state of one layer: `S_out = product S_in + added`.
+    """What a segment makes of what one layer hands on; kinds with more than last inputs add to it.
 
     Attributes:
-        product: `[heads, channels, channels]`, the matrix of each head; or `[heads, 1, 1]`, where
-            that is a number times the unit matrix.
-        added: as a state: `[heads, channels, other channels]`.
         tail: `[inputs, channels]`, the last ones of the segment's short convolution.
     """
 
-    product: torch.Tensor
-    added: torch.Tensor
     tail: torch.Tensor
 
     @property
-    def is_by_numbers(self) -> bool:
-        """Whether a head has a number for a matrix."""
-        return self.product.shape[1:] == (1, 1)
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """All of it."""
+        return tuple(getattr(self, part.name) for part in fields(self))
 
-    def compact(self) -> StateMap:
-        """The same in bfloat16, as it is kept: that rounds less than the kernel does by itself.
-        Single numbers take no room, and stay."""
-        product = self.product.clone() if self.is_by_numbers else self.product.to(_KEPT)
-        return StateMap(product, self.added.to(_KEPT), self.tail.clone())
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same, of changed parts."""
+        named = [part.name for part in fields(self)]
+        return replace(self, **{name: change(getattr(self, name)) for name in named})
+
+    def compact(self) -> Self:
+        """The same as it is kept, in tensors of its own."""
+        return self.each(torch.clone)
 
     @property
     def num_bytes(self) -> int:
         """That it takes."""
-        return sum(it.numel() * it.element_size() for it in (self.product, self.added, self.tail))
+        return sum(it.numel() * it.element_size() for it in self.parts)
 
 
 SegmentMap = Sequence[StateMap]
 """Of all layers with a state, in order."""
 
-
-class HeldState(NamedTuple):
-    """The state of one layer, as tensors of its own.
-
-    Attributes:
-        state: `[heads, channels, other channels]`.
-        inputs: `[inputs, channels]`, the last ones of the short convolution.
-    """
-
-    state: torch.Tensor
-    inputs: torch.Tensor
-
-    def rounded(self) -> HeldState:
-        """As if what a map adds were all of it."""
-        return self._replace(state=self.state.to(_KEPT).to(self.state.dtype))
-
+HeldState = tuple[torch.Tensor, ...]
+"""What a block has of one layer, as tensors of its own: the last inputs of its short convolution,
+`[inputs, channels]`, and the state, `[heads, channels, other channels]`, where there is one."""
 
 HeldStates = list[HeldState]
 """Of all layers with a state, in order: no more bytes than two maps of a segment take."""
@@ -77,49 +77,44 @@ HeldStates = list[HeldState]
 class StateLayer(ABC):
     """A layer whose state is composed, with its cache; its subclasses are the kinds of such layers.
 
+    All have a short convolution, of which the last inputs are handed on: those of a segment, or
+    some in front of it, if it is shorter than the convolution.
+
     Args:
         name: vLLM's.
         group: which group of states has it, from 0 on.
-        convolution: `[blocks, inputs, channels]`, the last inputs of its short convolution.
-        states: `[blocks, heads, channels, other channels]`.
+        layer: vLLM's, its cache bound.
 
     Raises:
         UnsupportedModelError: states of this layer are not composed.
     """
 
+    keeps: ClassVar[tuple[str, ...]] = ("last inputs",)
+    """What vLLM keeps of a prompt, a tensor each."""
+
     unknown: ClassVar[str | None] = None
     """What is not known of answers behind composed states of this kind; None: there is a study."""
 
-    def __init__(
-        self, name: str, group: int, convolution: torch.Tensor, states: torch.Tensor
-    ) -> None:
+    def __init__(self, name: str, group: int, layer: Any) -> None:
+        if len(layer.kv_cache) != len(self.keeps):
+            raise UnsupportedModelError(
+                f"{name} keeps {len(layer.kv_cache)} tensors of a prompt, as with "
+                f"--use-replayssm, and composed are its {' and its '.join(self.keeps)}"
+            )
         self.name, self.group = name, group
-        self._convolution, self._states = convolution, states
-        self.check(name, states)
-
-    @classmethod
-    @abstractmethod
-    def check(cls, name: str, states: torch.Tensor) -> None:
-        """Refuse states of another kind.
-
-        Raises:
-            UnsupportedModelError: naming the layer.
-        """
+        convolution, *others = layer.kv_cache
+        if is_conv_state_dim_first():
+            convolution = convolution.transpose(-1, -2)
+        self._convolution: torch.Tensor = convolution
+        self._kept: tuple[torch.Tensor, ...] = (convolution, *others)
 
     @abstractmethod
-    def unit(self) -> torch.Tensor:
-        """The product of no tokens, float32; a tensor of its own."""
+    def observed_by(self, observer: Observer | None) -> None:
+        """From here on this one is shown what is read. None: nobody is."""
 
     @abstractmethod
-    def scan_again(self, scan: Scan, part: slice, state: torch.Tensor, valued: bool) -> None:
-        """Run vLLM's kernel once more on some of the tokens that a step prefills.
-
-        Args:
-            scan: of the step.
-            part: which of these tokens.
-            state: float32, added to or, without values, multiplied; it is changed in place.
-            valued: with the tokens' values, or with zeros.
-        """
+    def round(self, block: int) -> None:
+        """Round the state in a block as if what a map adds were all of it."""
 
     @property
     def num_inputs(self) -> int:
@@ -128,55 +123,45 @@ class StateLayer(ABC):
 
     def nothing(self) -> StateMap:
         """The map of no tokens; tensors of its own."""
-        added = torch.zeros_like(self._states[0], dtype=torch.float32)
-        return StateMap(self.unit(), added, self._convolution[0, :0].clone())
+        return StateMap(self._convolution[0, :0].clone())
 
-    def note(self, known: StateMap, scan: Scan, first: int, stop: int) -> StateMap:
+    def note(self, known: StateMap, seen: Seen, first: int, stop: int) -> StateMap:
         """The map of a segment and of further tokens; `known` is used up.
 
         Args:
             known: of the segment, as far as it goes.
-            scan: of these tokens and others.
+            seen: of these tokens and others.
             first, stop: tokens of the step, which it prefills.
         """
-        part = slice(first - scan.num_decoded, stop - scan.num_decoded)
-        self.scan_again(scan, part, known.product, valued=False)
-        self.scan_again(scan, part, known.added, valued=True)
-        tail = torch.cat((known.tail, scan.inputs[first:stop]))
-        return StateMap(known.product, known.added, tail[-self.num_inputs :].clone())
+        tail = torch.cat((known.tail, seen.inputs[first:stop]))
+        return replace(known, tail=tail[-self.num_inputs :].clone())
 
     @property
     def map_bytes(self) -> int:
         """Of a map as it is kept."""
-        one = self.nothing()
-        return StateMap(one.product, one.added, self._convolution[0]).compact().num_bytes
+        return replace(self.nothing(), tail=self._convolution[0]).compact().num_bytes
 
     def held(self, block: int) -> HeldState:
         """What is in a block; a copy."""
-        return HeldState(self._states[block].clone(), self._convolution[block].clone())
+        return tuple(kept[block].clone() for kept in self._kept)
 
     def restore(self, block: int, held: HeldState) -> None:
         """Put it into a block."""
-        self._states[block] = held.state
-        self._convolution[block] = held.inputs
+        for kept, part in zip(self._kept, held, strict=True):
+            kept[block] = part
 
     def clear(self, block: int) -> None:
         """As in front of a prompt."""
-        self._states[block] = 0
-        self._convolution[block] = 0
+        for kept in self._kept:
+            kept[block] = 0
 
     def copy(self, source: int, target: int) -> None:
         """A block to another one."""
-        self._states[target] = self._states[source]
-        self._convolution[target] = self._convolution[source]
+        for kept in self._kept:
+            kept[target] = kept[source]
 
     def compose(self, block: int, segment: StateMap) -> None:
         """The state in a block becomes that behind a segment."""
-        state, product, added = self._states[block], segment.product.float(), segment.added.float()
-        if segment.is_by_numbers:
-            state.copy_(torch.addcmul(added, product, state.float()))
-        else:
-            state.copy_(torch.baddbmm(added, product, state.float()))
         inputs = torch.cat((self._convolution[block], segment.tail))
         self._convolution[block] = inputs[-self.num_inputs :]
 
@@ -193,6 +178,11 @@ class StateLayers:
         self.layers = layers
         self.num_groups = num_groups
         self.index = {layer.name: index for index, layer in enumerate(layers)}
+
+    def observed_by(self, observer: Observer | None) -> None:
+        """See there, of all layers."""
+        for layer in self.layers:
+            layer.observed_by(observer)
 
     @property
     def map_bytes(self) -> int:
@@ -225,6 +215,11 @@ class StateLayers:
         """Put states that were held into some blocks."""
         for layer, of_layer in zip(self.layers, held, strict=True):
             layer.restore(running[layer.group], of_layer)
+
+    def round(self, running: Sequence[int]) -> None:
+        """The states in some blocks, as maps are."""
+        for layer in self.layers:
+            layer.round(running[layer.group])
 
     def compose(self, running: Sequence[int], segment: SegmentMap) -> None:
         """The states in some blocks become those behind a segment."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from segreuse_extras.states.layers import StateLayer
+from segreuse_extras.states.recurrent import RecurrentLayer
 from vllm_segreuse.model.modules import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ DTYPES = torch.float32, torch.bfloat16
 """Of states; the kernel itself computes in float32."""
 
 
-class Mamba2Layer(StateLayer):
+class Mamba2Layer(RecurrentLayer):
     """One of vLLM's `MambaMixer2`. Channels of a head go first, then those of its state space."""
 
     unknown: ClassVar[str | None] = (

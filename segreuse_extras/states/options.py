@@ -13,7 +13,7 @@ class StatesServer(ServerPart):
     """What is kept of such layers."""
 
     state_bytes: Annotated[int, count(1, _MOST)] = 1 << 30
-    """Models with linear attention (gated delta rule, Mamba-2): bytes of host memory for what
-    segments change of a state, about as much for each segment as the KV of some thousand tokens,
-    however long it is. Those that were reused the longest ago go first; their segments are
-    computed."""
+    """Models whose states are composed (gated delta rule, Mamba-2, short convolutions): bytes of
+    host memory for what segments change of a state, however long they are. For each segment that is
+    about as much as the KV of some thousand tokens, and of short convolutions as that of ten. Those
+    that were reused the longest ago go first; their segments are computed."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from segreuse_extras.states.again import ReadAgain
-from segreuse_extras.states.layers import HeldStates, SegmentMap, StateLayers, StateMap
+from segreuse_extras.states.layers import HeldStates, SegmentMap, StateLayers
 from segreuse_extras.states.messages import CaptureOrder, Placed, PlanStates
 from segreuse_extras.states.prefill import StatesPrefill
 from vllm_segreuse.model.kv_format import typed_pages
@@ -121,7 +121,7 @@ def _read_rounded(scratch: Scratch, prefill: StatesPrefill, given: PlanStates, s
     for at, end in pairwise(ends):
         prefill.compute_stretch(plan, at, end)
         if any(end == it.stop for it in given.segments):
-            layers.restore(given.running, [it.rounded() for it in layers.held(given.running)])
+            layers.round(given.running)
     prefill.given = {}
 
 
@@ -134,7 +134,7 @@ def _run(prefill: StatesPrefill, plan: ReusePlan, given: PlanStates) -> None:
 
 
 def _spoilt(segment: SegmentMap) -> SegmentMap:
-    return [StateMap(it.product * 0, it.added * 0, it.tail * 0) for it in segment]
+    return [it.each(torch.zeros_like) for it in segment]
 
 
 def _plan(scratch: Scratch, blocks: np.ndarray, stop: int, pieces: Pieces) -> ReusePlan:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from segreuse_extras.states.messages import Captured, MapFacts, StepStates
-from vllm_segreuse.compat import gdn_attention
 from vllm_segreuse.engine.kv_group import groups_of_states
 from vllm_segreuse.prefill.feature import MakingWorker, WorkerFeature
 
@@ -44,7 +43,7 @@ class WorkerStates(WorkerFeature):
 
     def close(self) -> None:
         """The engine ends."""
-        gdn_attention.observe(None)
+        self._prefill.state_layers.observed_by(None)
 
 
 def start(making: MakingWorker) -> WorkerStates | None:

@@ -294,9 +294,9 @@ class Soak:
         for number, wanted in before.items():
             found = self._note_afresh(self.ledger.noted[number])
             pairs = [
-                (getattr(mine, part), getattr(theirs, part))
+                parts
                 for mine, theirs in zip(found, wanted, strict=True)
-                for part in ("product", "added", "tail")
+                for parts in zip(mine.parts, theirs.parts, strict=True)
             ]
             worst = max(relative_error(*pair) for pair in pairs)
             assert worst <= tolerance(torch.bfloat16), f"a map noted afresh is off by {worst:.2g}"

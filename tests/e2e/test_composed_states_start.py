@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from bench.shapes import STATES_OF_CONVOLUTIONS
 from tests.e2e.engine import engine
 from tests.e2e.test_composed_states import SHAPE, SHIFT
 from vllm_segreuse.engine.supported import RefusedError
@@ -14,16 +16,37 @@ from vllm_segreuse.engine.supported import RefusedError
 pytestmark = pytest.mark.patches("gdn_attention")
 
 
+@pytest.mark.skipif(SHAPE in STATES_OF_CONVOLUTIONS, reason="nothing is multiplied")
 def test_start_up_refuses_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in front of a segment goes on through it."""
+    from segreuse_extras.states.recurrent import AffineMap, RecurrentLayer
+
+    compose = RecurrentLayer.compose
+
+    def without(layer: RecurrentLayer, block: int, segment: AffineMap) -> None:
+        compose(layer, block, replace(segment, product=segment.product * 0))
+
+    monkeypatch.setattr(RecurrentLayer, "compose", without)
+    with (
+        pytest.raises(RefusedError, match="a composed state is not that of the same tokens"),
+        engine(SHAPE, segreuse=SHIFT),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("what", ["others", "in front"])
+def test_start_up_refuses_wrong_last_inputs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a segment, the convolution behind it sees the last inputs: not the first ones, nor those
+    in front of it."""
     from segreuse_extras.states.layers import StateLayer, StateMap
 
     compose = StateLayer.compose
 
-    def without(layer: StateLayer, block: int, segment: StateMap) -> None:
-        compose(layer, block, StateMap(segment.product * 0, segment.added, segment.tail))
+    def wrongly(layer: StateLayer, block: int, segment: StateMap) -> None:
+        tail = segment.tail[:0] if what == "in front" else segment.tail.flip(0)
+        compose(layer, block, replace(segment, tail=tail))
 
-    monkeypatch.setattr(StateLayer, "compose", without)
+    monkeypatch.setattr(StateLayer, "compose", wrongly)
     with (
         pytest.raises(RefusedError, match="a composed state is not that of the same tokens"),
         engine(SHAPE, segreuse=SHIFT),

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from bench.shapes import SHAPES, STATES, STATES_OF_MAMBA2, VISION_TOKENS, make_model
+from bench.shapes import COMPOSED, SHAPES, VISION_TOKENS, make_model
 from tests.e2e.engine import NAMESPACE, Prompts, engine
 from tests.e2e.test_composed_states import LENGTHS, NOISE, World, check, texts
 from tests.e2e.test_equality import assert_same
@@ -28,7 +28,7 @@ MODULES = "composed_states", "composed_states_start", "states_read_again"
 
 
 def run(shape: str, *command: str) -> None:
-    assert shape in STATES | STATES_OF_MAMBA2
+    assert shape in COMPOSED
     path = os.pathsep.join([str(STAND_INS), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, "-m", *command],

@@ -12,7 +12,7 @@ from tests.e2e.engine import NAMESPACE, Prompts, engine
 
 REFUSED = {
     "mistral_window": "every layer of the model attends to a sliding window",
-    "lfm2": "hand on a state in place of keys and values",
+    "jamba": "hand on a state in place of keys and values",
     "minicpm3": "rotates 16 of a key's 32 channels apart from the others",
     "deepseek_v2": "vLLM has no prefix cache on CPUs without AMX",
 }

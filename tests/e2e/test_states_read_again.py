@@ -227,7 +227,8 @@ def test_behind_a_prefix_hit(world: World, choose: Choose) -> None:
     asked(running, prompt[: BEHIND_PREFIX[0]])
     choose([0, 1])
     found = asked(running, prompt)
-    assert found.report["prefix_tokens"] == world.block_size
+    whole_blocks = BEHIND_PREFIX[0] // world.block_size
+    assert found.report["prefix_tokens"] == whole_blocks * world.block_size > 0
     assert found.report["recomputed_tokens"] == sum(LENGTHS)
     assert_same(found, world.full[3], NOISE)
 

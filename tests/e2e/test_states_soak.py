@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from segreuse_extras.states.capture import Captures
-from segreuse_extras.states.layers import StateLayer, StateMap
+from segreuse_extras.states.recurrent import AffineMap, RecurrentLayer
 from tests.e2e import states_soak
 from tests.e2e.engine import Engine
 from vllm_segreuse.compat.block_pool import SegmentBlockPool
@@ -61,16 +61,16 @@ def _another_map(patch: pytest.MonkeyPatch) -> None:
     """One that differs whenever the same segment is noted again."""
     calls = count()
 
-    def compact(self: StateMap) -> StateMap:
+    def compact(self: AffineMap) -> AffineMap:
         product = self.product.bfloat16() / (1 + next(calls))
-        return StateMap(product, self.added.bfloat16(), self.tail.clone())
+        return AffineMap(self.tail.clone(), product, self.added.bfloat16())
 
-    patch.setattr(StateMap, "compact", compact)
+    patch.setattr(AffineMap, "compact", compact)
 
 
 def _composed_otherwise(patch: pytest.MonkeyPatch) -> None:
-    compose = StateLayer.compose
-    patch.setattr(StateLayer, "compose", lambda *given: [compose(*given), compose(*given)][0])
+    compose = RecurrentLayer.compose
+    patch.setattr(RecurrentLayer, "compose", lambda *given: [compose(*given), compose(*given)][0])
 
 
 def _held_for_ever(patch: pytest.MonkeyPatch) -> None:

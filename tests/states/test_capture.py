@@ -107,8 +107,9 @@ def test_a_map_composes_what_the_rule_computes(steps: tuple[int, ...], decoded: 
     for (_, states), layer, of_layer in zip(model.caches, model.layers.layers, maps, strict=True):
         states[2] = before[0]
         layer.compose(2, of_layer)
-        assert (layer.held(2).state - expected).norm() < 0.01 * expected.norm(), "kept in bfloat16"
-        assert torch.equal(layer.held(2).inputs, model.inputs[28:31])
+        inputs, state = layer.held(2)
+        assert (state - expected).norm() < 0.01 * expected.norm(), "kept in bfloat16"
+        assert torch.equal(inputs, model.inputs[28:31])
         assert layer.map_bytes == of_layer.num_bytes
 
 
@@ -203,11 +204,11 @@ def test_a_plan_begins_with_what_is_in_front_of_it() -> None:
         convolution[1], states[1] = 4, 3
         convolution[2] = states[2] = 9
     model.layers.begin([2], [1])
-    assert all((layer.held(2).state == 3).all() for layer in model.layers.layers)
-    assert all((layer.held(2).inputs == 4).all() for layer in model.layers.layers)
+    for inputs, state in model.layers.held([2]):
+        assert (inputs == 4).all()
+        assert (state == 3).all()
     model.layers.begin([2], [])
-    assert all((layer.held(2).state == 0).all() for layer in model.layers.layers)
-    assert all((layer.held(2).inputs == 0).all() for layer in model.layers.layers)
+    assert all((part == 0).all() for held in model.layers.held([2]) for part in held)
 
 
 def test_what_is_held_is_put_back() -> None:

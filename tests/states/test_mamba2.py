@@ -19,8 +19,9 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
 from segreuse_extras.states.capture import Captures
 from segreuse_extras.states.kinds import state_layer
-from segreuse_extras.states.layers import StateLayer, StateLayers, StateMap
+from segreuse_extras.states.layers import StateLayer, StateLayers
 from segreuse_extras.states.messages import CaptureOrder
+from segreuse_extras.states.recurrent import AffineMap
 from vllm_segreuse.compat import gdn_attention
 from vllm_segreuse.compat import mamba_mixer2 as patch
 from vllm_segreuse.compat.model_runner import RunningRow
@@ -110,14 +111,16 @@ class World(NamedTuple):
         self.rows.append(RunningRow("reader", decoded, stop - first, first))
         self.mixer.read(first, stop, decoded=decoded)
 
-    def noted(self, first: int = FIRST, stop: int = STOP) -> StateMap:
+    def noted(self, first: int = FIRST, stop: int = STOP) -> AffineMap:
         """The map of a part of the text, which is read for it."""
         self.captures.order([CaptureOrder(0, "reader", first, stop)])
         self.read(0, COUNT)
         found = self.captures.take()
         assert found is not None
         assert found.complete == (0,)
-        return self.captures.maps[0][0]
+        [of_layer] = self.captures.maps[0]
+        assert isinstance(of_layer, AffineMap)
+        return of_layer
 
 
 def world_of(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> World:
@@ -163,12 +166,12 @@ def test_a_map_composes_what_the_kernel_computes(
     convolution[RUNNING] = world.mixer.inputs[FIRST - 3 : FIRST]
     world.layer.copy(RUNNING, OTHER)
     world.mixer.read(FIRST, STOP, OTHER)
-    expected = world.layer.held(OTHER)
+    inputs, state = world.layer.held(OTHER)
     [of_layer] = world.captures.maps[0]
     world.layer.compose(RUNNING, of_layer)
-    composed = world.layer.held(RUNNING)
-    assert off(composed.state, expected.state) < 0.005, "kept in bfloat16"
-    assert torch.equal(composed.inputs, expected.inputs)
+    composed_inputs, composed = world.layer.held(RUNNING)
+    assert off(composed, state) < 0.005, "kept in bfloat16"
+    assert torch.equal(composed_inputs, inputs)
     assert world.layer.map_bytes == of_layer.num_bytes
 
 
@@ -212,7 +215,7 @@ def test_a_kernel_that_writes_into_the_cache_does_not_while_a_map_is_noted(
     monkeypatch.setattr(gdn_attention, "_observer", scans.append)
     world.mixer.read(0, COUNT)
     [scan] = scans
-    before = world.layer.held(RUNNING).state
+    _, before = world.layer.held(RUNNING)
 
     def kernel(
         final_states_out: torch.Tensor | None = None, final_state_indices: Any = None, **given: Any
@@ -228,7 +231,7 @@ def test_a_kernel_that_writes_into_the_cache_does_not_while_a_map_is_noted(
     writing = replace(scan, original=kernel, arguments=scan.arguments | into_cache)
     found = world.layer.note(world.layer.nothing(), writing, FIRST, STOP)
     assert found.added.norm() > 0
-    assert torch.equal(world.layer.held(RUNNING).state, before)
+    assert torch.equal(world.layer.held(RUNNING)[1], before)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 5])
@@ -240,7 +243,8 @@ def test_segments_shorter_than_the_window_leave_what_was_in_front(
     assert len(found.tail) == min(length, WINDOW - 1)
     world.mixer.read(0, FIRST)
     world.layer.compose(RUNNING, found)
-    assert torch.equal(world.layer.held(RUNNING).inputs, world.mixer.inputs[stop - 3 : stop])
+    inputs, _ = world.layer.held(RUNNING)
+    assert torch.equal(inputs, world.mixer.inputs[stop - 3 : stop])
 
 
 def test_states_in_bfloat16_are_composed_within_their_rounding(
@@ -253,7 +257,7 @@ def test_states_in_bfloat16_are_composed_within_their_rounding(
     world.layer.copy(RUNNING, OTHER)
     world.mixer.read(FIRST, STOP, OTHER)
     world.layer.compose(RUNNING, found)
-    both = world.layer.held(RUNNING).state, world.layer.held(OTHER).state
+    both = world.layer.held(RUNNING)[1], world.layer.held(OTHER)[1]
     assert both[0].dtype == torch.bfloat16
     assert off(*both) < 0.01
 
@@ -275,7 +279,10 @@ def test_other_states_are_refused_by_name() -> None:
         state_layer(NAME, object.__new__(MambaMixer), 0)
     replaying = Mixer().layer
     replaying.kv_cache = (*replaying.kv_cache, *[torch.zeros(1)] * 3)
-    with pytest.raises(UnsupportedModelError, match=r"keeps 5 tensors .*--use-replayssm"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"keeps 5 tensors .*--use-replayssm.* last inputs",
+    ):
         state_layer(NAME, replaying, 0)
 
 

@@ -108,8 +108,7 @@ def assert_equal(
     for mine, theirs in zip(found[0], expected[0], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
     for held, wanted in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(held.state, wanted.state, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(held.inputs, wanted.inputs, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(held, wanted, rtol=tolerance, atol=tolerance)
 
 
 def carried_out(prompt: Prompt, plan: ReusePlan) -> Any:

@@ -64,6 +64,14 @@ def test_models_of_the_delta_rule_start_where_it_was_asked_for(
     ],
 )
 def test_models_of_mamba_2_start_where_it_was_asked_for(text: dict[str, Any], llama: Any) -> None:
+    check_asked(text, llama)
+
+
+def test_models_of_short_convolutions_start_where_it_was_asked_for(llama: Any) -> None:
+    check_asked({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, llama)
+
+
+def check_asked(text: dict[str, Any], llama: Any) -> None:
     asked = engine(llama, text={"num_kv_shared_layers": 0} | text)
     check_config(asked)
     check(asked, options())

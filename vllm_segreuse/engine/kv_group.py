@@ -118,7 +118,7 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
 
 
 def groups_of_states(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """Indices of groups of layers with linear attention, where all others are one group of plain
+    """Indices of groups of layers that hand a state on, where all others are one group of plain
     attention; else none."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 

@@ -29,10 +29,10 @@ _COMPOSABLE = {
     "linear_key_head_dim": _WITH_ATTENTION,
     "mamba_n_heads": (*_WITH_ATTENTION, "mamba", "attention", "hybrid"),
     "mamba_num_heads": (*_WITH_ATTENTION, "mamba", "attention", "mlp", "moe"),
+    "conv_L_cache": ("conv", "full_attention"),
 }
-"""Keys of `config.json` that only models of the gated delta rule (arXiv 2412.06464) have, or of
-Mamba-2 (arXiv 2405.21060), whose states have heads, and the kinds of their layers. A segment is an
-affine map of such a state, S_out = A S_in + B, wherever it stands (`segreuse_extras/states/`)."""
+"""Keys of `config.json` of models whose states are composed (`segreuse_extras/states/`), and kinds
+of their layers: of the gated delta rule, of Mamba-2, whose states have heads, and of LFM2."""
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """What `--kv-cache-dtype` may be."""

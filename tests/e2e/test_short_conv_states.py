@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short convolutions (LFM2): their last inputs are handed on as states of Qwen3-Next are, whose
+tests run once more on shapes of these, in processes of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.shapes import STATES_OF_CONVOLUTIONS
+from tests.e2e.test_qwen3_5_states import MODULES, run
+
+AT_PUSH = {
+    "composed_states": "segments_where or without_composing or single_tokens or several_steps",
+    "composed_states_start": "last_inputs",
+}
+"""Of the modules of Qwen3-Next, and tests of each."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.shows("states")
+@pytest.mark.parametrize("shape", ["lfm2"])
+def test_segments_are_composed_of_short_convolutions(shape: str) -> None:
+    for name, tests in AT_PUSH.items():
+        run(shape, "pytest", "-q", f"tests/e2e/test_{name}.py", "-k", tests)
+
+
+@pytest.mark.slow("experts, and all tests of each shape", instead="e2e/test_short_conv_states")
+@pytest.mark.timeout(1800)
+@pytest.mark.shows("states")
+@pytest.mark.parametrize("shape", STATES_OF_CONVOLUTIONS)
+def test_what_holds_of_qwen3_next_holds_of_short_convolutions(shape: str) -> None:
+    run(shape, "pytest", "-q", *(f"tests/e2e/test_{name}.py" for name in MODULES))
