@@ -13,7 +13,6 @@ from segreuse_extras.states.layers import Observer, Seen, StateLayer, StateMap
 from vllm_segreuse.compat import gdn_attention
 from vllm_segreuse.compat.gdn_attention import Scan
 
-
 _KEPT = torch.bfloat16
 """The type of what is kept of a map."""
 

@@ -2,8 +2,9 @@
 """Queries and keys that a model gives by head (LFM2) are turned as those that it gives in a row.
 
 On CPUs vLLM's kernel (0.32, and 0.33 calls it alike) takes the dimension before the last for
-tokens: of `[tokens, heads, channels]` it turns the wrong ones by the wrong angles. So a model that is run eagerly
-answers wrongly, with this plugin or without. Where vLLM compiles, rotations are plain torch.
+tokens: of `[tokens, heads, channels]` it turns the wrong ones by the wrong angles. So a model that
+is run eagerly answers wrongly, with this plugin or without. Where vLLM compiles, rotations are
+plain torch.
 """
 
 from __future__ import annotations

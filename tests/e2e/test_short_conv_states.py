@@ -9,19 +9,17 @@ import pytest
 from bench.shapes import STATES_OF_CONVOLUTIONS
 from tests.e2e.test_qwen3_5_states import MODULES, run
 
-AT_PUSH = {
-    "composed_states": "segments_where or without_composing or single_tokens or several_steps",
-    "composed_states_start": "last_inputs",
-}
-"""Of the modules of Qwen3-Next, and tests of each."""
+AT_PUSH = "segments_where", "without_composing", "single_tokens", "several_steps", "last_inputs"
+"""Of the tests of Qwen3-Next, those that run at every push; in one process, since it takes as long
+to start one."""
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", ["lfm2"])
 def test_segments_are_composed_of_short_convolutions(shape: str) -> None:
-    for name, tests in AT_PUSH.items():
-        run(shape, "pytest", "-q", f"tests/e2e/test_{name}.py", "-k", tests)
+    files = (f"tests/e2e/test_{name}.py" for name in ("composed_states", "composed_states_start"))
+    run(shape, "pytest", "-q", *files, "-k", " or ".join(AT_PUSH))
 
 
 @pytest.mark.slow("experts, and all tests of each shape", instead="e2e/test_short_conv_states")

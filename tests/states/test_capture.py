@@ -211,6 +211,18 @@ def test_a_plan_begins_with_what_is_in_front_of_it() -> None:
     assert all((part == 0).all() for held in model.layers.held([2]) for part in held)
 
 
+def test_a_state_is_rounded_as_maps_are_and_last_inputs_are_not() -> None:
+    model = Model()
+    for convolution, states in model.caches:
+        convolution[2], states[2] = torch.randn(3, INPUTS), torch.randn(HEADS, CHANNELS, CHANNELS)
+    before = model.layers.held([2])
+    model.layers.round([2])
+    for (inputs, state), (plain, unrounded) in zip(model.layers.held([2]), before, strict=True):
+        assert torch.equal(inputs, plain)
+        assert torch.equal(state, unrounded.bfloat16().float())
+        assert not torch.equal(state, unrounded)
+
+
 def test_what_is_held_is_put_back() -> None:
     model = Model()
     for convolution, states in model.caches:

@@ -14,14 +14,14 @@ import torch
 from segreuse_extras.states.again import ReadAgain
 from segreuse_extras.states.layers import HeldStates, StateLayers
 from segreuse_extras.states.messages import CaptureOrder, Placed
-from segreuse_extras.states.prefill import StatesPrefill
+from segreuse_extras.states.prefill import CarriedOut, StatesPrefill
 from segreuse_extras.states.question import Question
 from tests.states.toy import BLOCK, REQUEST, VOCABULARY, Toy, plan_of
 from vllm_segreuse.plan import ModelLayers, Pieces, Recipe, ReusePlan, fates_of
 
 A, B, C = 0, 1, 2
 LENGTHS = 20, 18, 14
-GAPS = 5, 0, 7, 0
+GAPS = 6, 0, 7, 0
 """New text in front of A, between A and B, between B and C, and behind."""
 QUESTION = 9
 DONOR, OWN = np.arange(1, 20, dtype=np.int32), np.arange(24, 40, dtype=np.int32)[::-1].copy()
@@ -113,7 +113,7 @@ def assert_equal(
 
 def carried_out(prompt: Prompt, plan: ReusePlan) -> Any:
     for layer in prompt.toy.attention:
-        layer.kv_cache[torch.from_numpy(OWN).long()[:, None] * BLOCK + torch.arange(BLOCK)] = 0
+        layer.slots[torch.from_numpy(OWN).long()[:, None] * BLOCK + torch.arange(BLOCK)] = 0
     if plan.start:
         prompt.toy.read_prefix(prompt.tokens[: plan.start], OWN)
     report, states = prompt.toy.run(plan, prompt.segments)
@@ -234,11 +234,22 @@ def test_a_layer_that_was_not_asked_costs_the_choice(monkeypatch: pytest.MonkeyP
     assert report.not_finite == [REQUEST]
 
 
-def test_what_is_no_number_is_computed_in_full_with_the_question() -> None:
-    prompt = Prompt()
+def test_what_is_no_number_is_computed_in_full_with_the_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, finite, carry_out = Prompt(), list[bool](), StatesPrefill.carry_out
+
+    def noted(prefill: StatesPrefill, plan: ReusePlan) -> CarriedOut:
+        carried = carry_out(prefill, plan)
+        finite.append(carried.finite)
+        return carried
+
+    monkeypatch.setattr(StatesPrefill, "carry_out", noted)
+    assert prompt.stop % BLOCK, "the question begins in the plan's last block"
     for layer in prompt.toy.attention:
-        layer.kv_cache[DONOR[prompt.at[A] // BLOCK] * BLOCK + prompt.at[A] % BLOCK] = torch.nan
+        layer.slots[DONOR[prompt.at[A] // BLOCK] * BLOCK + prompt.at[A] % BLOCK] = torch.nan
     report, states = prompt.toy.run(prompt.reading((B,), LENGTHS[B]), prompt.segments)
+    assert finite == [False, True]
     assert report.not_finite == [REQUEST]
     assert report.outcomes[REQUEST].computed == prompt.stop
     assert report.outcomes[REQUEST].again == 0

@@ -208,9 +208,11 @@ def test_once_nobody_observes_nothing_is_noted(world: World) -> None:
 
 
 def test_a_block_is_cleared_copied_and_put_back(world: World) -> None:
+    """And nothing of it is rounded."""
     [convolution] = world.model.layer.kv_cache
     convolution[RUNNING] = before = torch.randn(WINDOW - 1, CHANNELS)
     world.layer.copy(RUNNING, OTHER)
+    world.layer.round(RUNNING)
     held = world.layer.held(RUNNING)
     world.layer.clear(RUNNING)
     assert not convolution[RUNNING].any()

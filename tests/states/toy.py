@@ -31,7 +31,10 @@ REQUEST = "request"
 
 
 class Attending:
-    """A backend: writes keys and values of its tokens, and attends to all in front of them."""
+    """A backend: writes keys and values of its tokens, and attends to all in front of them.
+
+    As vLLM's kernel for CPUs it multiplies by whole blocks, what is behind a token by zero.
+    """
 
     scale = 0.7
 
@@ -51,11 +54,11 @@ class Attending:
         tokens, table = metadata.tokens, metadata.table
         kv_cache[tokens.slots, 0], kv_cache[tokens.slots, 1] = key, value
         for row, position in enumerate(tokens.positions.tolist()):
-            at = torch.arange(position + 1)
+            at = torch.arange((position // BLOCK + 1) * BLOCK)
             seen = kv_cache[table[at // BLOCK].long() * BLOCK + at % BLOCK]
             scores = torch.einsum("hd,khd->hk", query[row], seen[:, 0]) * self.scale
-            weights = scores.softmax(-1)
-            self.paid[: position + 1] += weights.sum(0)
+            weights = scores.masked_fill(at > position, float("-inf")).softmax(-1)
+            self.paid[: len(at)] += weights.sum(0)
             output[row] = torch.einsum("hk,khd->hd", weights, seen[:, 1])
         return output
 
@@ -85,15 +88,17 @@ class Toy:
         self.embedding = torch.randn(VOCABULARY, INPUTS)
         self.weights = torch.randn(self.num_layers, 4, HEADS * CHANNELS, INPUTS) / INPUTS**0.5
         self.out = torch.randn(self.num_layers, INPUTS, HEADS * CHANNELS) / INPUTS**0.5
+        pages = [torch.zeros(BLOCKS, BLOCK, 2, HEADS, CHANNELS) for _ in range(2)]
         self.attention: list[Any] = [
             SimpleNamespace(
                 impl=Attending(),
-                kv_cache=torch.zeros(BLOCK * BLOCKS, 2, HEADS, CHANNELS),
+                kv_cache=each,
+                slots=each.flatten(0, 1),
                 kv_cache_dtype="auto",
                 num_heads=HEADS,
                 head_size=CHANNELS,
             )
-            for _ in range(2)
+            for each in pages
         ]
         self.loaded = [layer_like() for _ in range(2)]
         of_states = [state_layer(f"layers.{n}", it, 0) for n, it in enumerate(self.loaded)]
@@ -102,7 +107,7 @@ class Toy:
         kv: list[Any] = [
             SimpleNamespace(
                 attention=layer,
-                pages=layer.kv_cache,
+                pages=layer.slots,
                 layout=SimpleNamespace(attended=None),
                 kernels=SimpleNamespace(token_scores=token_scores),
                 softmax=dict,
@@ -118,7 +123,7 @@ class Toy:
             source, target = (
                 torch.from_numpy(it) for it in (copies.source_slots, copies.target_slots)
             )
-            layer.kv_cache[target] = layer.kv_cache[source]
+            layer.slots[target] = layer.slots[source]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding[token_ids]
@@ -132,7 +137,7 @@ class Toy:
         layer, heads = self.attention[number // 2], (len(hidden), HEADS, CHANNELS)
         query, key, value = ((hidden @ it.T).view(heads) for it in self.weights[number, :3])
         output = torch.empty_like(query)
-        layer.impl.forward(layer, query, key, value, layer.kv_cache, self.rows, output)
+        layer.impl.forward(layer, query, key, value, layer.slots, self.rows, output)
         return output.flatten(1)
 
     def _scan(self, number: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -189,7 +194,7 @@ class Toy:
         """What layers of attention have of some positions."""
         at = np.arange(first, stop)
         slots = torch.from_numpy(blocks[at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK)
-        return [layer.kv_cache[slots].clone() for layer in self.attention]
+        return [layer.slots[slots].clone() for layer in self.attention]
 
 
 def token_scores(
