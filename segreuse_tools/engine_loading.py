@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading vLLM into a command: its log, the time that it takes, and the code of a model."""
+"""Loading vLLM into a command: its log, the time that it takes, the code of a model,
+and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,8 +8,12 @@ import gc
 import importlib.util
 import logging
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+_LINE_CHARACTERS = 400
 
 
 def is_installed() -> bool:
@@ -64,3 +69,11 @@ def load_code(architectures: Sequence[str]) -> None:
 def _first_cause(error: ImportError) -> ImportError:
     cause = error.__cause__ or error.__context__
     return _first_cause(cause) if isinstance(cause, ImportError) else error
+
+
+def one_line(error: Exception) -> str:
+    """vLLM's error in one line: pydantic puts lines around it, vLLM long lists behind it."""
+    errors: Any = getattr(error, "errors", None)
+    text = errors()[0]["msg"] if callable(errors) else str(error) or type(error).__name__
+    text = text.removeprefix("Value error, ").partition(" Supported architectures:")[0]
+    return textwrap.shorten(text.rstrip(".: \n"), _LINE_CHARACTERS, placeholder=" ...")

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from segreuse_tools.calibrate.trials import LOGPROBS
-from segreuse_tools.doctor.looking import one_line
+from segreuse_tools.engine_loading import one_line
 from segreuse_tools.model_folder import InputError
 from vllm_segreuse.options.server import ConfigError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from segreuse_tools.doctor.examination import Examined, UnexaminedError, examine
 from segreuse_tools.doctor.memory_use import Memory, memory_of
 from segreuse_tools.doctor.rest import has_class, plain_class, rest_of, text_of_class
 from segreuse_tools.doctor.trained_documents import TrainedDocuments, documents_of
-from segreuse_tools.engine_loading import load_code
+from segreuse_tools.engine_loading import load_code, one_line
 from segreuse_tools.model_folder import read_config, text_part
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import kv_transfer_config
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-_LINE_CHARACTERS = 400
 _LAYERS_WORK = "segment reuse works with the model's layers"
 
 
@@ -229,11 +227,3 @@ def _of_vllm(error: Exception, config: dict[str, Any]) -> str:
             "that code, and add --trust-remote-code"
         )
     return f"vLLM itself refuses: {one_line(error)}"
-
-
-def one_line(error: Exception) -> str:
-    """vLLM's error in one line: pydantic puts lines around it, vLLM long lists behind it."""
-    errors: Any = getattr(error, "errors", None)
-    text = errors()[0]["msg"] if callable(errors) else str(error) or type(error).__name__
-    text = text.removeprefix("Value error, ").partition(" Supported architectures:")[0]
-    return textwrap.shorten(text.rstrip(".: \n"), _LINE_CHARACTERS, placeholder=" ...")

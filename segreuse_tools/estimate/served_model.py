@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from segreuse_tools.doctor.examination import UnexaminedError, examine
-from segreuse_tools.doctor.looking import of_one_rank, one_line
+from segreuse_tools.doctor.looking import of_one_rank
 from segreuse_tools.doctor.memory_use import memory_of
-from segreuse_tools.engine_loading import load_code
+from segreuse_tools.engine_loading import load_code, one_line
 from segreuse_tools.model_folder import InputError, find_model, read_config
 from segreuse_tools.server_arguments import options_of, server_arguments
 from vllm_segreuse.config import SegReuseConfig
