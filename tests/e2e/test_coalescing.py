@@ -82,6 +82,26 @@ def test_n_answers_are_computed_as_one_and_are_those_of_one(
         assert all(abs(mine[token] - its[token]) < 1e-4 for token in mine.keys() & its.keys())
 
 
+def test_n_answers_of_one_token_are_computed_as_one(
+    running: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one has ended when the others are asked for."""
+    text, options = Prompts(running.vocab_size, seed=91), options_of("focus")
+    document, found = text.tokens(600), {}
+    prompt = text.around(document)
+    for n in (1, N):
+        running.reset()
+        running.ask(document, options=options, max_tokens=1)
+        steps = Steps(running, monkeypatch)
+        running.children(
+            prompt, options, n=n, max_tokens=1, temperature=1.0, seed=n, ignore_eos=True
+        )
+        found[n] = steps.take()
+        monkeypatch.undo()
+        running.check_idle()
+    assert found[N] - found[1] <= (N - 1) * BLOCK_SIZE, "the others compute a part of a block"
+
+
 def test_equal_prompts_of_a_list_and_others_among_them(
     running: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
