@@ -488,7 +488,6 @@ REFUSED: dict[str, Shape] = {
         num_experts=1,
         num_experts_per_tok=1,
         mamba_dt_rank=8,
-        use_mamba_kernels=False,
     ),
 }
 """Shapes that the plugin must refuse at start-up, by name."""
@@ -688,7 +687,8 @@ def _write_weights(shape: Shape, directory: Path) -> None:
         std = _weight_std(parameter_name, parameter.shape)
         with torch.no_grad():
             if parameter_name.endswith("A_log"):  # heads that forget slowly, and fast
-                parameter.copy_(torch.linspace(-7, -2, len(parameter)))
+                rates = torch.linspace(-7, -2, len(parameter))
+                parameter.copy_(rates.view(-1, *(1,) * (parameter.dim() - 1)))
             elif std is None:
                 # Norms of Gemma 2 and 3 multiply by 1 + weight.
                 from_one = shape.model_type.startswith(("gemma2", "gemma3"))
