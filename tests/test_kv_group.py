@@ -47,11 +47,15 @@ def test_latent_vectors_are_kept_for_all_tokens_too() -> None:
     assert set(segment_group(kv_cache(latent)).specs.values()) == {latent}
 
 
+def test_a_model_without_kv_is_refused_by_that_reason() -> None:
+    with pytest.raises(RefusedError, match="no layer of the model keeps KV, as where tokens"):
+        segment_group(kv_cache())
+
+
 @pytest.mark.parametrize(
     ("specs", "found"),
     [
         ([FULL, FULL], "2 KV cache groups (FullAttentionSpec)"),
-        ([], "0 KV cache groups ()"),
         (
             [FULL, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **SHAPE)],
             "2 KV cache groups (ChunkedLocalAttentionSpec, FullAttentionSpec)",

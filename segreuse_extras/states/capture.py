@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from segreuse_extras.states.layers import Seen, SegmentMap, StateLayers, StateMap
+from segreuse_extras.states.layers import ReadTokens, SegmentMap, StateLayers, StateMap
 from segreuse_extras.states.messages import Captured, CaptureOrder
 from vllm_segreuse.compat.model_runner import RunningRow
 
@@ -115,7 +115,7 @@ class Captures:
         finally:
             self._rests = False
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: ReadTokens) -> None:
         """A layer is about to read tokens."""
         if self._rests or not self._under_way:
             return
@@ -127,7 +127,7 @@ class Captures:
             if row is not None and row.first >= seen.num_decoded:
                 self._note(it, layer, seen, row)
 
-    def _note(self, it: _Noted, layer: int, seen: Seen, row: RunningRow) -> None:
+    def _note(self, it: _Noted, layer: int, seen: ReadTokens, row: RunningRow) -> None:
         """What a layer's tokens tell of a segment."""
         order = it.order
         first = max(order.first, row.position)

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm_segreuse.model.modules import UnsupportedModelError
 
 
-class Seen(Protocol):
+class ReadTokens(Protocol):
     """What a layer reads in a step."""
 
     @property
@@ -30,7 +30,7 @@ class Seen(Protocol):
         """How many of them, which stand in front, go by a kernel that nobody sees."""
 
 
-Observer = Callable[[Seen], None]
+Observer = Callable[[ReadTokens], None]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class StateLayer(ABC):
         """The map of no tokens; tensors of its own."""
         return StateMap(self._convolution[0, :0].clone())
 
-    def note(self, known: StateMap, seen: Seen, first: int, stop: int) -> StateMap:
+    def note(self, known: StateMap, seen: ReadTokens, first: int, stop: int) -> StateMap:
         """The map of a segment and of further tokens; `known` is used up.
 
         Args:

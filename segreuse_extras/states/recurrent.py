@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from segreuse_extras.states.layers import Observer, Seen, StateLayer, StateMap
+from segreuse_extras.states.layers import Observer, ReadTokens, StateLayer, StateMap
 from vllm_segreuse.compat import gdn_attention
 from vllm_segreuse.compat.gdn_attention import Scan
 
@@ -92,7 +92,7 @@ class RecurrentLayer(StateLayer):
         added = torch.zeros_like(self._states[0], dtype=torch.float32)
         return AffineMap(super().nothing().tail, self.unit(), added)
 
-    def note(self, known: StateMap, seen: Seen, first: int, stop: int) -> StateMap:
+    def note(self, known: StateMap, seen: ReadTokens, first: int, stop: int) -> StateMap:
         """See there."""
         assert isinstance(known, AffineMap)
         assert isinstance(seen, Scan)

@@ -18,7 +18,7 @@ from segreuse_extras.states.layers import Observer, StateLayer
 
 @dataclass(frozen=True)
 class Entered:
-    """See `Seen`; a single token is seen as others are."""
+    """See `ReadTokens`; a single token is seen as others are."""
 
     layer: str
     inputs: torch.Tensor
