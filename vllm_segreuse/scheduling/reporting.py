@@ -44,9 +44,10 @@ class Accounts:
             report = report._replace(computed_share=round(share, 4))
         elif tracked.observed is not None:
             report = report._replace(observed=self._observed(tracked, request.num_tokens))
-        if tracked.report is None:  # else its plan was called back: it is counted once
-            self._count(report, recomputed=plan is None or not plan.reports)
+        counts = tracked.report is None  # else its plan was called back: it is counted once
         tracked.report = report
+        if counts:
+            self._count(report, recomputed=plan is None or not plan.reports)
         if report.reused_tokens:
             _note_saved(request, report)
 
