@@ -42,8 +42,7 @@ class DeltaRuleLayer(RecurrentLayer):
             given[name] = given[name][:, part].contiguous()
         if not valued:
             given["value"] = torch.zeros_like(given["value"])
-        bounds = [0, part.stop - part.start]
-        given["cu_seqlens"] = torch.tensor(bounds, dtype=given["cu_seqlens"].dtype)
+        given["cu_seqlens"] = given["cu_seqlens"].new_tensor([0, part.stop - part.start])
         given["initial_state"] = state[None]
-        given["initial_state_indices"] = torch.zeros(1, dtype=given["initial_state_indices"].dtype)
+        given["initial_state_indices"] = given["initial_state_indices"].new_zeros(1)
         scan.original(**given)

@@ -92,8 +92,8 @@ class StateLayer(ABC):
     keeps: ClassVar[tuple[str, ...]] = ("last inputs",)
     """What vLLM keeps of a prompt, a tensor each."""
 
-    unknown: ClassVar[str | None] = None
-    """What is not known of answers behind composed states of this kind; None: there is a study."""
+    unstudied: ClassVar[str | None] = None
+    """Which models nobody has studied, if there is no study of this kind."""
 
     def __init__(self, name: str, group: int, layer: Any) -> None:
         if len(layer.kv_cache) != len(self.keeps):
@@ -192,7 +192,12 @@ class StateLayers:
     @property
     def unknown(self) -> tuple[str, ...]:
         """What is not known of answers behind their composed states."""
-        return tuple(dict.fromkeys(it.unknown for it in self.layers if it.unknown))
+        kinds = dict.fromkeys(it.unstudied for it in self.layers if it.unstudied)
+        return tuple(
+            f"no trained model {kind} was studied, so what its answers are worth behind composed "
+            "states is not known"
+            for kind in kinds
+        )
 
     def begin(self, running: Sequence[int], before: Sequence[int]) -> None:
         """States of a plan are those in front of it.

@@ -25,10 +25,7 @@ DTYPES = torch.float32, torch.bfloat16
 class Mamba2Layer(RecurrentLayer):
     """One of vLLM's `MambaMixer2`. Channels of a head go first, then those of its state space."""
 
-    unknown: ClassVar[str | None] = (
-        "no trained model of Mamba-2 was studied, so what its answers are worth behind composed "
-        "states is not known"
-    )
+    unstudied: ClassVar[str | None] = "of Mamba-2"
 
     @classmethod
     def check(cls, name: str, states: torch.Tensor) -> None:
@@ -55,7 +52,6 @@ class Mamba2Layer(RecurrentLayer):
             given |= {name: given[name][..., :1] for name in ("B", "C")}
         given["out"] = torch.empty_like(given["x"], memory_format=torch.contiguous_format)
         # The kernel of CPUs goes by these bounds, not by the chunks of the others.
-        bounds = [0, part.stop - part.start]
-        given["cu_seqlens"] = torch.tensor(bounds, dtype=given["cu_seqlens"].dtype)
+        given["cu_seqlens"] = given["cu_seqlens"].new_tensor([0, part.stop - part.start])
         given |= {"initial_states": state[None], "state_dtype": torch.float32}
         state.copy_(scan.original(**given)[0])

@@ -26,5 +26,6 @@ def turn_rows(layers: list[nn.Module]) -> None:
 
 
 def _in_rows(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    by_head = (isinstance(it, torch.Tensor) and it.dim() == 3 for it in given)
-    return tuple(it.flatten(1) if is_so else it for it, is_so in zip(given, by_head, strict=True))
+    return tuple(
+        it.flatten(1) if isinstance(it, torch.Tensor) and it.dim() == 3 else it for it in given
+    )

@@ -28,10 +28,7 @@ class Entered:
 class ShortConvLayer(StateLayer):
     """One of vLLM's `ShortConv`."""
 
-    unknown: ClassVar[str | None] = (
-        "no trained model with short convolutions was studied, so what its answers are worth "
-        "behind composed states is not known"
-    )
+    unstudied: ClassVar[str | None] = "with short convolutions"
 
     def __init__(self, name: str, group: int, layer: Any) -> None:
         super().__init__(name, group, layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 (Granite 4 H, Nemotron-H, Bamba, Falcon-H1): its states are composed as those of
+"""Mamba-2 (Granite 4 H, Nemotron-H, Falcon-H1): its states are composed as those of
 Qwen3-Next are, whose tests run once more on shapes of these, in processes of their own."""
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from bench.shapes import STATES_OF_MAMBA2
 from tests.e2e.engine import NAMESPACE, engine
 from tests.e2e.test_composed_states import LENGTHS, NOISE, World, check, texts
 from tests.e2e.test_equality import assert_same
-from tests.e2e.test_qwen3_5_states import MODULES, run
+from tests.e2e.test_qwen3_5_states import run_tests
 
 pytestmark = pytest.mark.patches("mamba_mixer2")
 
 AT_PUSH = "segments_where", "without_composing", "single_tokens", "several_steps", "wrong_product"
-"""Of the tests of Qwen3-Next, those that run at every push; in one process, since it takes as long
-to start one."""
+"""Of the tests of Qwen3-Next, those that run at every push."""
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", ["granite_4_h"])
 def test_segments_are_composed_of_mamba_2(shape: str) -> None:
-    files = (f"tests/e2e/test_{name}.py" for name in ("composed_states", "composed_states_start"))
-    run(shape, "pytest", "-q", *files, "-k", " or ".join(AT_PUSH))
+    run_tests(shape, *AT_PUSH)
 
 
 @pytest.mark.slow("other shapes, and all tests of each", instead="e2e/test_mamba2_states")
@@ -32,7 +30,7 @@ def test_segments_are_composed_of_mamba_2(shape: str) -> None:
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", STATES_OF_MAMBA2)
 def test_what_holds_of_qwen3_next_holds_of_mamba_2(shape: str) -> None:
-    run(shape, "pytest", "-q", *(f"tests/e2e/test_{name}.py" for name in MODULES))
+    run_tests(shape)
 
 
 @pytest.mark.slow("states in bfloat16, which units show, too", instead="e2e/test_mamba2_states")

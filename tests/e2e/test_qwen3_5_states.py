@@ -40,6 +40,13 @@ def run(shape: str, *command: str) -> None:
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-4000:]
 
 
+def run_tests(shape: str, *chosen: str) -> None:
+    """Tests of Qwen3-Next; all of them, or those with such names that show most, in one process."""
+    modules = MODULES[:2] if chosen else MODULES
+    picked = ("-k", " or ".join(chosen)) if chosen else ()
+    run(shape, "pytest", "-q", *(f"tests/e2e/test_{name}.py" for name in modules), *picked)
+
+
 @pytest.mark.slow(
     "other shapes; that of Qwen3.5 starts, composes and equals full prefill below",
     instead="e2e/test_composed_states e2e/test_composed_states_start e2e/test_states_read_again",
@@ -48,7 +55,7 @@ def run(shape: str, *command: str) -> None:
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", ["qwen3_5_text", "qwen3_5", "qwen3_5_moe"])
 def test_what_holds_of_qwen3_next_holds_of_others_of_the_delta_rule(shape: str) -> None:
-    run(shape, "pytest", "-q", *(f"tests/e2e/test_{name}.py" for name in MODULES))
+    run_tests(shape)
 
 
 @pytest.mark.parametrize("shape", ["qwen3_5", pytest.param("qwen3_5_moe", marks=MORE_SHAPES)])

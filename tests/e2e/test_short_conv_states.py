@@ -7,19 +7,17 @@ from __future__ import annotations
 import pytest
 
 from bench.shapes import STATES_OF_CONVOLUTIONS
-from tests.e2e.test_qwen3_5_states import MODULES, run
+from tests.e2e.test_qwen3_5_states import run_tests
 
 AT_PUSH = "segments_where", "without_composing", "single_tokens", "several_steps", "last_inputs"
-"""Of the tests of Qwen3-Next, those that run at every push; in one process, since it takes as long
-to start one."""
+"""Of the tests of Qwen3-Next, those that run at every push."""
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", ["lfm2"])
 def test_segments_are_composed_of_short_convolutions(shape: str) -> None:
-    files = (f"tests/e2e/test_{name}.py" for name in ("composed_states", "composed_states_start"))
-    run(shape, "pytest", "-q", *files, "-k", " or ".join(AT_PUSH))
+    run_tests(shape, *AT_PUSH)
 
 
 @pytest.mark.slow("experts, and all tests of each shape", instead="e2e/test_short_conv_states")
@@ -27,4 +25,4 @@ def test_segments_are_composed_of_short_convolutions(shape: str) -> None:
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", STATES_OF_CONVOLUTIONS)
 def test_what_holds_of_qwen3_next_holds_of_short_convolutions(shape: str) -> None:
-    run(shape, "pytest", "-q", *(f"tests/e2e/test_{name}.py" for name in MODULES))
+    run_tests(shape)

@@ -199,6 +199,15 @@ def test_heads_that_forget_nothing_or_all(rate: float, product: float, world: Wo
     torch.testing.assert_close(states[RUNNING], found.added.float() + product * before)
 
 
+def scanned(world: World, monkeypatch: pytest.MonkeyPatch) -> gdn_attention.Scan:
+    """The scan of all of the text."""
+    scans = list[gdn_attention.Scan]()
+    monkeypatch.setattr(gdn_attention, "_observer", scans.append)
+    world.mixer.read(0, COUNT)
+    [scan] = scans
+    return scan
+
+
 def test_noting_changes_nothing_of_what_the_mixer_computes(world: World) -> None:
     plain = world.mixer.read(0, COUNT, OTHER)
     world.noted()
@@ -211,10 +220,7 @@ def test_a_kernel_that_writes_into_the_cache_does_not_while_a_map_is_noted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that of vLLM 0.33."""
-    scans = list[gdn_attention.Scan]()
-    monkeypatch.setattr(gdn_attention, "_observer", scans.append)
-    world.mixer.read(0, COUNT)
-    [scan] = scans
+    scan = scanned(world, monkeypatch)
     _, before = world.layer.held(RUNNING)
 
     def kernel(
@@ -290,10 +296,7 @@ def test_the_kernel_of_cpus_gives_no_state_from_within_a_scan(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So vLLM's mixer must want none: it looks for one of each chunk."""
-    scans = list[gdn_attention.Scan]()
-    monkeypatch.setattr(gdn_attention, "_observer", scans.append)
-    world.mixer.read(0, COUNT)
-    [scan] = scans
+    scan = scanned(world, monkeypatch)
     chunks = {
         "cu_chunk_seqlens": torch.tensor([0, 16, 32, COUNT], dtype=torch.int32),
         "last_chunk_indices": torch.tensor([2], dtype=torch.int32),
