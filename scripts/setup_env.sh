@@ -75,14 +75,13 @@ pip_install -r .venv/half1.txt
 wait "$first"
 
 # Where PYTHONDONTWRITEBYTECODE is set nobody else would write byte code, and each process of vLLM
-# would take twice as long to start. Some packages carry templates that are no Python: never mind.
-# Their tests, and nearly all models of transformers, are never imported. The kernels are built
-# meanwhile.
-.venv/bin/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/(?!auto/)' \
-    .venv/lib/python*/site-packages >.venv/compileall.log 2>&1 &
-compiling=$!
+# would take twice as long to start. What servers and tests import is a third of what there is, and
+# importing it compiles it. The kernels are built meanwhile.
+PYTHONDONTWRITEBYTECODE= .venv/bin/python -c "import torch, vllm.entrypoints.openai.api_server, \
+    vllm.entrypoints.llm, vllm.v1.worker.cpu_worker, openai, pytest, schemathesis" \
+    >.venv/import.log 2>&1 &
+importing=$!
 pip_install --no-build-isolation --editable .
-wait "$compiling" || true
 
 # A CUDA build of these beside a CPU torch breaks the import of transformers.
 for name in torchvision torchaudio torchcodec; do
@@ -90,8 +89,8 @@ for name in torchvision torchaudio torchcodec; do
         fail "$name is installed in .venv and breaks vLLM on CPU: .venv/bin/pip uninstall $name"
     fi
 done
-.venv/bin/python -c "import torch, vllm, vllm_segreuse" >>"$log" 2>&1 ||
-    fail "the environment does not import: $(tail -n 1 "$log") (see $log)"
+wait "$importing" && .venv/bin/python -c "import vllm_segreuse" >>.venv/import.log 2>&1 ||
+    fail "the environment does not import: $(tail -n 1 .venv/import.log) (see .venv/import.log)"
 
 echo "$fingerprint" >"$stamp"
 echo "setup: done in $((SECONDS - started)) s"

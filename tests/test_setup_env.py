@@ -27,9 +27,9 @@ case "$*" in
         echo pip >>"$NOTES"
         [ ! -f "${@: -1}" ] || cat "${@: -1}" >>"$NOTES.packages"
         [[ "$*" != *${PIP_FAILS_AT:-nowhere} ]] ;;
-    "-m compileall"*) ;;
-    *"import torch"*) ;;
     *importlib.metadata*) exit 1 ;;
+    "-c import "*vllm*)
+        [[ "$*" != *"${IMPORT_FAILS_OF:-nowhere}"* ]] || { echo "no such module"; exit 1; } ;;
     *) exec PYTHON "$@" ;;
 esac
 """
@@ -114,6 +114,15 @@ def test_an_installation_that_failed_goes_on_where_it_was(tmp_path: Path, where:
     failed = checkout.run(PIP_FAILS_AT=where)
     assert failed.returncode == 1
     assert "setup: pip failed" in failed.stderr
+    assert checkout.done() == UPDATE
+
+
+@pytest.mark.parametrize("what", ["torch", "vllm_segreuse"])
+def test_an_environment_that_does_not_import_is_not_done(tmp_path: Path, what: str) -> None:
+    checkout = Checkout(tmp_path)
+    failed = checkout.run(IMPORT_FAILS_OF=what)
+    assert failed.returncode == 1
+    assert "setup: the environment does not import: no such module (see" in failed.stderr
     assert checkout.done() == UPDATE
 
 
