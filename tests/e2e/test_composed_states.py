@@ -21,16 +21,8 @@ from tests.parts import parts_of
 pytestmark = pytest.mark.patches("gdn_attention")
 
 SHAPE = os.environ.get("SEGREUSE_TEST_STATES", "qwen3_next")
-"""Others are tested in processes of their own (`test_qwen3_5_states`, `test_mamba2_states`,
-`test_short_conv_states`)."""
-PLAIN: dict[str, Any] = {}
-"""Of plain vLLM."""
-if SHAPE in STATES_OF_MAMBA2:
-    # With its prefix cache it reads no longer prompts on CPUs (`compat/mamba_mixer2.py`).
-    PLAIN["enable_prefix_caching"] = False
-if SHAPE in STATES_OF_CONVOLUTIONS:
-    # Its kernel for CPUs turns keys wrongly, plain torch does not (`states/rotary.py`).
-    PLAIN["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+"""Some tests run on shapes of other kinds, too (`test_composed_kinds`), and all of them in
+processes of their own (`test_qwen3_5_states`, `test_mamba2_states`, `test_short_conv_states`)."""
 SHIFT: dict[str, Any] = {"policy": "shift"}
 NOISE = 0.4
 """Of log-probabilities. Where this model's own forward reads the same prompt in chunks that end
@@ -98,6 +90,17 @@ class Request:
         self.block_hashes = made.block_hashes
 
 
+def plain_arguments(shape: str) -> dict[str, Any]:
+    """Of plain vLLM."""
+    if shape in STATES_OF_MAMBA2:
+        # With its prefix cache it reads no longer prompts on CPUs (`compat/mamba_mixer2.py`).
+        return {"enable_prefix_caching": False}
+    if shape in STATES_OF_CONVOLUTIONS:
+        # Its kernel for CPUs turns keys wrongly, plain torch does not (`states/rotary.py`).
+        return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return {}
+
+
 def texts(vocab_size: int) -> tuple[list[list[int]], list[int], list[int], list[int]]:
     """Two documents, and three prompts around them; the last two begin alike."""
     text = Prompts(vocab_size, seed=3)
@@ -108,13 +111,20 @@ def texts(vocab_size: int) -> tuple[list[list[int]], list[int], list[int], list[
     return documents, first, prompt, again
 
 
+@pytest.fixture(scope="module", params=[SHAPE])
+def shape(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with engine(SHAPE, segreuse=False, **PLAIN) as plain:
+def world(shape: str, request: pytest.FixtureRequest) -> Iterator[World]:
+    with engine(shape, segreuse=False, **plain_arguments(shape)) as plain:
         _, _, prompt, again = texts(plain.vocab_size)
-        full = plain.ask(prompt, again, prompt[:BRIEF])
-        alone = states_soak.answers(plain, states_soak.requests(plain.vocab_size, SHORT_SOAK), 8)
-    with engine(SHAPE, segreuse=SHIFT) as running:
+        full, alone = plain.ask(prompt, again, prompt[:BRIEF]), {}
+        if hasattr(request.module, test_a_short_soak.__name__):
+            asked = states_soak.requests(plain.vocab_size, SHORT_SOAK)
+            alone = states_soak.answers(plain, asked, 8)
+    with engine(shape, segreuse=SHIFT) as running:
         yield World(full, running, alone)
         check(running)
 
@@ -141,7 +151,7 @@ def _forgotten(world: World) -> Iterator[None]:
     check(world.running)
 
 
-@pytest.mark.shows("states", family=SHAPE)
+@pytest.mark.shows("states")
 def test_segments_where_they_were_read_answer_as_plain_vllm(world: World) -> None:
     """Nothing is approximate then: what is composed is what sequential computation leaves."""
     world.read()

@@ -16,8 +16,14 @@ from vllm_segreuse.engine.supported import RefusedError
 pytestmark = pytest.mark.patches("gdn_attention")
 
 
+def shapes(another: str) -> pytest.MarkDecorator:
+    """And a shape of another kind, unless one was named."""
+    return pytest.mark.parametrize("shape", [SHAPE, another] if SHAPE == "qwen3_next" else [SHAPE])
+
+
 @pytest.mark.skipif(SHAPE in STATES_OF_CONVOLUTIONS, reason="nothing is multiplied")
-def test_start_up_refuses_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
+@shapes("granite_4_h")
+def test_start_up_refuses_a_wrong_product(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in front of a segment goes on through it."""
     from segreuse_extras.states.recurrent import AffineMap, RecurrentLayer
 
@@ -29,13 +35,16 @@ def test_start_up_refuses_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(RecurrentLayer, "compose", without)
     with (
         pytest.raises(RefusedError, match="a composed state is not that of the same tokens"),
-        engine(SHAPE, segreuse=SHIFT),
+        engine(shape, segreuse=SHIFT),
     ):
         pass
 
 
 @pytest.mark.parametrize("what", ["others", "in front"])
-def test_start_up_refuses_wrong_last_inputs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@shapes("lfm2")
+def test_start_up_refuses_wrong_last_inputs(
+    shape: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a segment, the convolution behind it sees the last inputs: not the first ones, nor those
     in front of it."""
     from segreuse_extras.states.layers import StateLayer, StateMap
@@ -49,7 +58,7 @@ def test_start_up_refuses_wrong_last_inputs(what: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(StateLayer, "compose", wrongly)
     with (
         pytest.raises(RefusedError, match="a composed state is not that of the same tokens"),
-        engine(SHAPE, segreuse=SHIFT),
+        engine(shape, segreuse=SHIFT),
     ):
         pass
 

@@ -14,18 +14,8 @@ from tests.e2e.test_qwen3_5_states import run_tests
 
 pytestmark = pytest.mark.patches("mamba_mixer2")
 
-AT_PUSH = "segments_where", "without_composing", "single_tokens", "several_steps", "wrong_product"
-"""Of the tests of Qwen3-Next, those that run at every push."""
 
-
-@pytest.mark.timeout(900)
-@pytest.mark.shows("states")
-@pytest.mark.parametrize("shape", ["granite_4_h"])
-def test_segments_are_composed_of_mamba_2(shape: str) -> None:
-    run_tests(shape, *AT_PUSH)
-
-
-@pytest.mark.slow("other shapes, and all tests of each", instead="e2e/test_mamba2_states")
+@pytest.mark.slow("other shapes, and all tests of each", instead="e2e/test_composed_kinds")
 @pytest.mark.timeout(1800)
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", STATES_OF_MAMBA2)
@@ -33,7 +23,7 @@ def test_what_holds_of_qwen3_next_holds_of_mamba_2(shape: str) -> None:
     run_tests(shape)
 
 
-@pytest.mark.slow("states in bfloat16, which units show, too", instead="e2e/test_mamba2_states")
+@pytest.mark.slow("states in bfloat16, which units show, too", instead="e2e/test_composed_kinds")
 def test_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM keeps them on lesser CPUs: start-up proves them, too."""
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)

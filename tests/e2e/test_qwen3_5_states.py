@@ -40,11 +40,9 @@ def run(shape: str, *command: str) -> None:
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-4000:]
 
 
-def run_tests(shape: str, *chosen: str) -> None:
-    """Tests of Qwen3-Next; all of them, or those with such names that show most, in one process."""
-    modules = MODULES[:2] if chosen else MODULES
-    picked = ("-k", " or ".join(chosen)) if chosen else ()
-    run(shape, "pytest", "-q", *(f"tests/e2e/test_{name}.py" for name in modules), *picked)
+def run_tests(shape: str) -> None:
+    """All tests of Qwen3-Next, in one process."""
+    run(shape, "pytest", "-q", *(f"tests/e2e/test_{name}.py" for name in MODULES))
 
 
 @pytest.mark.slow(

@@ -9,18 +9,8 @@ import pytest
 from bench.shapes import STATES_OF_CONVOLUTIONS
 from tests.e2e.test_qwen3_5_states import run_tests
 
-AT_PUSH = "segments_where", "without_composing", "single_tokens", "several_steps", "last_inputs"
-"""Of the tests of Qwen3-Next, those that run at every push."""
 
-
-@pytest.mark.timeout(900)
-@pytest.mark.shows("states")
-@pytest.mark.parametrize("shape", ["lfm2"])
-def test_segments_are_composed_of_short_convolutions(shape: str) -> None:
-    run_tests(shape, *AT_PUSH)
-
-
-@pytest.mark.slow("experts, and all tests of each shape", instead="e2e/test_short_conv_states")
+@pytest.mark.slow("experts, and all tests of each shape", instead="e2e/test_composed_kinds")
 @pytest.mark.timeout(1800)
 @pytest.mark.shows("states")
 @pytest.mark.parametrize("shape", STATES_OF_CONVOLUTIONS)

@@ -16,7 +16,15 @@ from segreuse_extras.states.layers import HeldStates
 from segreuse_extras.states.prefill import CarriedOut, StatesPrefill
 from tests.e2e.engine import NAMESPACE, Answer, Engine, Prompts, engine
 from tests.e2e.stepping import abort, after_preemption, drain, step, submit
-from tests.e2e.test_composed_states import LENGTHS, NOISE, PLAIN, SHAPE, World, check, texts
+from tests.e2e.test_composed_states import (
+    LENGTHS,
+    NOISE,
+    SHAPE,
+    World,
+    check,
+    plain_arguments,
+    texts,
+)
 from tests.e2e.test_equality import assert_same
 from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.plan import ReusePlan
@@ -57,7 +65,7 @@ class Left(NamedTuple):
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """Also knows the answers of plain vLLM to prompts of this module."""
-    with engine(SHAPE, segreuse=False, **PLAIN) as plain:
+    with engine(SHAPE, segreuse=False, **plain_arguments(SHAPE)) as plain:
         _, _, prompt, again = texts(plain.vocab_size)
         full = plain.ask(prompt, again, *(around(plain.vocab_size, *it) for it in OTHERS))
     with engine(SHAPE) as running:
