@@ -8,8 +8,8 @@ from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
-SHARED_SERVER = "shared_server"
-"""The fixture (`e2e/conftest.py`)."""
+SHARED_SERVERS = "shared_server", "bound_server"
+"""Fixtures (`e2e/conftest.py`)."""
 
 _REPOSITORY = Path(__file__).parents[1]
 
@@ -28,8 +28,8 @@ def group_of(file: str) -> str:
     Args:
         file: of tests, from the repository's root.
     """
-    shares = SHARED_SERVER in (_REPOSITORY / file).read_text(encoding="utf-8")
-    return SHARED_SERVER if shares else file
+    text = (_REPOSITORY / file).read_text(encoding="utf-8")
+    return next((server for server in SHARED_SERVERS if server in text), file)
 
 
 def scheduler(config: Any, log: Any) -> ByFileAndServer | None:

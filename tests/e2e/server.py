@@ -30,6 +30,10 @@ EVERYTHING = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-pa
 """Flags with which every inference route is there, and answers requests with tools."""
 
 ADMIN_TOKEN = "an admin token of these tests"
+USER = "an API key with every right"
+"""Of `bound_server` (`conftest.py`)."""
+BOUND_BLOCKS = 121
+"""Of the same, one of which is vLLM's null block."""
 
 
 class Server(bench.server.Server):

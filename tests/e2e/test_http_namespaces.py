@@ -1,32 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One server whose names are bound to API keys: who shares what, and that no other way in does."""
 
-import hashlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.shapes import make_model, passages
-from tests.e2e.server import EVERYTHING, Server
+from bench.shapes import passages
+from tests.e2e.server import Server
 
-DOCUMENT = next(text[:2500] for _, text in passages() if len(text) > 2500)
-CONFIG = f"""
-namespaces:
-  {hashlib.sha256(b"alice").hexdigest()}: [handbook]
-  {hashlib.sha256(b"bob").hexdigest()}: [handbook]
-namespaces_trust_programs: true  # a server does not care
-"""
+DOCUMENT = next(text[:1500] for _, text in passages() if len(text) > 1500)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path: Path = tmp_path_factory.mktemp("namespaces") / "server.yaml"
-    path.write_text(CONFIG)
-    flags = [*EVERYTHING, "--segreuse-config", str(path)]
-    with Server(make_model("llama"), flags) as server:
-        yield server
+@pytest.fixture
+def server(bound_server: Server) -> Server:
+    return bound_server
 
 
 def reused(server: Server, preamble: str, headers: Any) -> int:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Knowledge bases over HTTP, on a real server (FAILURE_CASES 24 to 26, 32)."""
 
-import hashlib
 import random
 import sqlite3
 import time
@@ -12,34 +11,17 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.shapes import make_model
 from segreuse_tools.routing import document_digests
-from tests.e2e.server import Server
+from tests.e2e.server import ADMIN_TOKEN, USER, Server
+from tests.e2e.server import BOUND_BLOCKS as NUM_BLOCKS
 
 pytestmark = pytest.mark.e2e
 
 COLD = {"warm": 0, "stored": 0, "cold": 2, "warming": 0, "failed": 0}
-TOKEN = "admin"
-USER = "an API key with every right"
-ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 ROOT = "/plugins/segreuse/v1"
 BASES = f"{ROOT}/knowledge-bases"
-NUM_BLOCKS = 121  # one of them is vLLM's null block
 LIMIT = 60
-CONFIG = """
-policy: shift
-min_reused_tokens: 32
-frozen_share: 0.5
-knowledge_path: {path}
-knowledge_chunk_tokens: 256
-namespaces:
-  {user}: ["*"]
-"""
-ARGS = [
-    *("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
-    *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
-]
-ENV = {"VLLM_SEGREUSE_ADMIN_TOKEN": TOKEN, "VLLM_SERVER_DEV_MODE": "1"}
 
 _dice = random.Random(5)
 
@@ -96,32 +78,12 @@ class Client:
         raise AssertionError(f"not {status}: {found}")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("knowledge")
-    user = hashlib.sha256(USER.encode()).hexdigest()
-    text = CONFIG.format(path=root / "manifest.sqlite", user=user)
-    (root / "config.yaml").write_text(text)
-    return root
-
-
-def start(files: Path) -> Server:
-    args = [*ARGS, "--segreuse-config", str(files / "config.yaml")]
-    return Server(make_model("qwen3"), args, ENV)
-
-
-@pytest.fixture(scope="module")
-def running(files: Path) -> Iterator[Client]:
-    with start(files) as server:
-        yield Client(server)
-
-
 @pytest.fixture
-def client(running: Client) -> Iterator[Client]:
-    yield running
-    for base in running.admin("GET", BASES)["data"]:
-        running.admin("DELETE", base["name"], status=204)
-    blocks = running.stats()["blocks"]
+def client(bound_server: Server) -> Iterator[Client]:
+    yield (asking := Client(bound_server))
+    for base in asking.admin("GET", BASES)["data"]:
+        asking.admin("DELETE", base["name"], status=204)
+    blocks = asking.stats()["blocks"]
     assert (blocks["frozen"], blocks["promised"]) == (0, 0)
     assert blocks["free"] == blocks["total"] == NUM_BLOCKS - 1, "blocks leak"
 
@@ -349,7 +311,9 @@ def test_32_without_token_nothing_is_shown(client: Client) -> None:
 
 
 @pytest.mark.slow("the server is started again", instead="e2e/test_knowledge knowledge/test_stored")
-def test_a_restart_brings_documents_back_but_not_torn_ones(files: Path, client: Client) -> None:
+def test_a_restart_brings_documents_back_but_not_torn_ones(
+    bound_folder: Path, client: Client
+) -> None:
     # Last in this file: the server is stopped, and started anew.
     client.create("base")
     text = tokens(100)
@@ -357,7 +321,7 @@ def test_a_restart_brings_documents_back_but_not_torn_ones(files: Path, client: 
     client.ask([*tokens(3), *text, *tokens(3)], keys="base")
     assert client.admin("GET", "base/documents/popular")["hits"] == 1
     client.server.interrupt()
-    with sqlite3.connect(files / "manifest.sqlite") as manifest:
+    with sqlite3.connect(bound_folder / "manifest.sqlite") as manifest:
         manifest.execute(
             "UPDATE documents SET tokens = x'01000000' || substr(tokens, 5) WHERE id = 'torn'"
         )
