@@ -58,14 +58,19 @@ print(json.dumps({"size": len(before), "changed": changed, "appeared": appeared}
 """
 
 CHILD = """
-import json, os, sys
+import json, sys
+from vllm.platforms import current_platform
+type(current_platform).is_cpu = lambda self: False
 from vllm_segreuse.plugin import register
 
 register()
 loaded = "vllm.v1.worker.gpu_model_runner" in sys.modules
+of_cpus = [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")]
 from vllm.v1.engine.core import EngineCore
-print(json.dumps({"switch": hasattr(EngineCore, "segreuse_set_enabled"), "runner": loaded}))
+switch = hasattr(EngineCore, "segreuse_set_enabled")
+print(json.dumps({"switch": switch, "runner": loaded, "of_cpus": of_cpus}))
 """
+"""On a GPU; modules of CPUs replace streams, events and pinned memory in torch when imported."""
 
 
 def run(script: str, **env: str) -> Any:
@@ -101,4 +106,4 @@ def test_33_installed_but_not_enabled_changes_only_the_arguments() -> None:
 )
 def test_33_engine_processes_are_patched_only_below_an_enabled_parent(enabled: bool) -> None:
     child = run(CHILD, VLLM_SEGREUSE_ENABLED="1" if enabled else "0")
-    assert child == {"switch": enabled, "runner": enabled}
+    assert child == {"switch": enabled, "runner": enabled, "of_cpus": []}
