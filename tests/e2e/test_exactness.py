@@ -22,12 +22,12 @@ def plain_answers() -> dict[str, list]:
 
 
 def approximate_prompts(vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """50 prompts over the same documents in random order, each behind text of its own."""
+    """20 prompts over the same documents in random order, each behind text of its own."""
     text, order = Prompts(vocab_size, seed=7), random.Random(7)
     documents = [text.tokens(n) for n in (200, 131, 310, 96)]
     prompts = [
         text.around(*order.sample(documents, 3), gaps=(order.randrange(1, 60), 9, 2, 17))
-        for _ in range(50)
+        for _ in range(20)
     ]
     return documents, prompts
 
