@@ -68,6 +68,5 @@ def test_boundary_states_are_not_stored() -> None:
 
 
 def test_sizes_are_gibibytes() -> None:
-    options = tier(host_gib=0.5, path="records", disk_gib=2)
-    assert options.host_bytes == 2**29
+    options = tier(path="records", disk_gib=2)
     assert options.disk_bytes == 2**31

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from vllm_segreuse.options.keys import MAX_EXTRA_KEYS, key_fault
+from vllm_segreuse.options.keys import MAX_EXTRA_KEY_BYTES, MAX_EXTRA_KEYS, key_fault
 from vllm_segreuse.options.request import PolicyOptions
 from vllm_segreuse.options.server import ServerOptions
 from vllm_segreuse.options.values import first_error, short_repr, unknown_text
@@ -124,18 +124,8 @@ def parse_documents(value: object) -> tuple[str, ...]:
     """
     if value is None:
         return ()
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not 1 <= len(names) <= MAX_NAMED:
-        held = f" ({len(names)} names)" if isinstance(names, list | tuple) else ""
-        raise RequestError(
-            DOCUMENTS,
-            f"{DOCUMENTS}={short_repr(value)}{held} must be a list of 1 to {MAX_NAMED} strings",
-        )
-    for name in names:
-        fault = key_fault(name, MAX_NAME_BYTES)
-        if fault:
-            raise RequestError(DOCUMENTS, f"{DOCUMENTS}: the name {short_repr(name)} {fault}")
-    return tuple(names)
+    wanted = f"a list of 1 to {MAX_NAMED}"
+    return _strings(DOCUMENTS, value, "name", wanted, MAX_NAMED, MAX_NAME_BYTES)
 
 
 def bind_extra_keys(
@@ -170,18 +160,26 @@ def parse_extra_keys(value: object, *, trusted: bool = False) -> tuple[str, ...]
     """
     if value is None:
         return None
-    keys = [value] if isinstance(value, str) else value
-    if trusted and isinstance(keys, list | tuple) and keys and str(keys[0]).startswith(_BOUND):
-        return (keys[0], *(parse_extra_keys(keys[1:]) or ()))
-    if not isinstance(keys, list | tuple) or not 1 <= len(keys) <= MAX_EXTRA_KEYS:
-        held = f" ({len(keys)} keys)" if isinstance(keys, list | tuple) else ""
-        raise RequestError(
-            EXTRA_KEYS,
-            f"{EXTRA_KEYS}={short_repr(value)}{held} must be a string or a list of 1 to "
-            f"{MAX_EXTRA_KEYS} strings",
-        )
-    for key in keys:
-        fault = key_fault(key)
-        if fault:
-            raise RequestError(EXTRA_KEYS, f"{EXTRA_KEYS}: the key {short_repr(key)} {fault}")
-    return tuple(keys)
+    if trusted and isinstance(value, list | tuple) and value and str(value[0]).startswith(_BOUND):
+        return (value[0], *(parse_extra_keys(value[1:]) or ()))
+    wanted = f"a string or a list of 1 to {MAX_EXTRA_KEYS}"
+    return _strings(EXTRA_KEYS, value, "key", wanted, MAX_EXTRA_KEYS)
+
+
+def _strings(
+    option: str,
+    value: object,
+    noun: str,
+    wanted: str,
+    most: int,
+    max_bytes: int = MAX_EXTRA_KEY_BYTES,
+) -> tuple[str, ...]:
+    """One string, or several."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not 1 <= len(found) <= most:
+        held = f" ({len(found)} {noun}s)" if isinstance(found, list | tuple) else ""
+        raise RequestError(option, f"{option}={short_repr(value)}{held} must be {wanted} strings")
+    for each in found:
+        if fault := key_fault(each, max_bytes):
+            raise RequestError(option, f"{option}: the {noun} {short_repr(each)} {fault}")
+    return tuple(found)

@@ -81,11 +81,6 @@ class TierOptions(BaseModel):
         return self.codec != "raw"
 
     @property
-    def host_bytes(self) -> int:
-        """`host_gib` in bytes."""
-        return int(self.host_gib * _GIB)
-
-    @property
     def disk_bytes(self) -> int:
         """`disk_gib` in bytes."""
         return int(self.disk_gib * _GIB)
