@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.v1.request import RequestStatus
@@ -46,14 +46,8 @@ if TYPE_CHECKING:
 _HOLDING = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
-class _Key(NamedTuple):
-    """What equal requests have in common. vLLM's chained hash of a block covers all text up to its
-    end, the salt, the adapter, and images."""
-
-    namespace: int
-    blocks: bytes
-    part: bytes
-    options: PolicyOptions
+_Key = tuple[tuple[int, bytes, bytes], PolicyOptions]
+"""What equal requests have in common: the whole prompt (`Prompt.whole`), and their options."""
 
 
 class Coalescing(Feature):
@@ -84,13 +78,10 @@ class Coalescing(Feature):
             return  # it is another prompt once its next part has come
         if not arriving.is_text or not arriving.takes_turns or arriving.options.policy == "exact":
             return
-        whole = len(tracked.prompt.tokens) // self._core.block_size
-        blocks = tracked.prompt.names(whole - 1, whole)
-        if not whole or not blocks:
-            return
-        part = tracked.prompt.tokens[whole * self._core.block_size :].tobytes()
-        key = _Key(tracked.prompt.namespace, blocks[0], part, arriving.options)
-        self._keys[request.request_id] = key
+        whole = tracked.prompt.whole(self._core.block_size)
+        if not whole[1]:
+            return  # it has no full block
+        self._keys[request.request_id] = key = whole, arriving.options
         find: FindLeftBehind = functools.partial(self._find, key, tracked)
         finders = (find, *tracked.method.left_behind)
         tracked.method = replace(tracked.method, left_behind=finders)

@@ -69,8 +69,7 @@ class Continued(Feature):
         names = tracked.prompt.names(0, len(admitted.block_ids))
         exact = min(exact_end // size, len(names))
         session = session_of(admitted.request, tracked.prompt.namespace)
-        part = tracked.prompt.tokens[len(names) * size :].tobytes()
-        whole = session, tracked.prompt.namespace, *names[-1:], part
+        whole = session, tracked.prompt.whole(size)
         if whole not in self._running.values():
             self.turns.began(names, len(admitted.hit_blocks), exact, session)
         self._running[tracked.request_id] = whole

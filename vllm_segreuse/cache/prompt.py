@@ -74,6 +74,13 @@ class Prompt:
             self._hashes = window_hashes(self.tokens, width)
         return self._hashes
 
+    def whole(self, block_size: int) -> tuple[int, bytes, bytes]:
+        """What equal prompts have in common: namespace, name of the last full block (b"": none has
+        one), which covers all in front of it, salt, adapter and images, and the tokens behind."""
+        names = self.names(0, len(self.tokens) // block_size)
+        behind = self.tokens[len(names) * block_size :].tobytes()
+        return self.namespace, names[-1] if names else b"", behind
+
     def with_tokens(self, tokens: IntArray) -> Prompt:
         """The same request once it has other tokens, placeholders of images among them; of what was
         computed only slots are kept."""
