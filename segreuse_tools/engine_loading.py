@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from segreuse_tools.model_folder import InputError
+
 _LINE_CHARACTERS = 400
 
 
@@ -69,6 +71,11 @@ def load_code(architectures: Sequence[str]) -> None:
 def _first_cause(error: ImportError) -> ImportError:
     cause = error.__cause__ or error.__context__
     return _first_cause(cause) if isinstance(cause, ImportError) else error
+
+
+def refused_by_vllm(model: str, error: Exception) -> InputError:
+    """Its errors over a model and the options, before an engine begins, are sentences."""
+    return InputError(f"vLLM refuses {model}: {one_line(error)}")
 
 
 def one_line(error: Exception) -> str:

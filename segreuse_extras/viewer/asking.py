@@ -136,19 +136,30 @@ def root_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def authorized(api_key: str | None) -> dict[bytes, bytes]:
-    """Headers that name a key or token, as bytes, since it need not be ASCII; none without one.
-    White space around it does not count: files end with a line.
+def checked_key(key: str, what: str, to_do: str) -> str:
+    """A key or token that a header can carry, without white space around it: files end with a line.
 
     Raises:
-        RequestBodyError: it has a character that no header may have; it is not shown.
+        ValueError: it has a character that no header may have; it is not shown.
     """
-    key = (api_key or "").strip(string.whitespace)
+    key = key.strip(string.whitespace)
     if found := CONTROL.search(key):
-        raise RequestBodyError(
-            f"the API key has the control character {found[0]!r}, which no header can carry: pass "
-            "the server's"
+        raise ValueError(
+            f"the {what} has the control character {found[0]!r}, which no header can carry: {to_do}"
         )
+    return key
+
+
+def authorized(api_key: str | None) -> dict[bytes, bytes]:
+    """Headers that name a key or token, as bytes, since it need not be ASCII; none without one.
+
+    Raises:
+        RequestBodyError: see `checked_key`.
+    """
+    try:
+        key = checked_key(api_key or "", "API key", "pass the server's")
+    except ValueError as error:
+        raise RequestBodyError(str(error)) from None
     # Variables and arguments need be no UTF-8.
     return {b"Authorization": b"Bearer " + key.encode(errors="surrogateescape")} if key else {}
 

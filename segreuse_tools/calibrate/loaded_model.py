@@ -9,8 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from segreuse_tools.calibrate.trials import LOGPROBS
-from segreuse_tools.engine_loading import one_line
-from segreuse_tools.model_folder import InputError
+from segreuse_tools.engine_loading import refused_by_vllm
 from vllm_segreuse.options.server import ConfigError
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ def start(named: EngineArgs, options: Mapping[str, Any] = ALONE) -> Any:
 
 @contextmanager
 def _refused(model: str) -> Iterator[None]:
-    """vLLM's errors over a model and its options, before an engine begins, are sentences."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise InputError(f"vLLM refuses {model}: {one_line(error)}") from None
+        raise refused_by_vllm(model, error) from None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from segreuse_tools.doctor.examination import UnexaminedError, examine
 from segreuse_tools.doctor.looking import of_one_rank
 from segreuse_tools.doctor.memory_use import memory_of
-from segreuse_tools.engine_loading import load_code, one_line
-from segreuse_tools.model_folder import InputError, find_model, read_config
+from segreuse_tools.engine_loading import load_code, refused_by_vllm
+from segreuse_tools.model_folder import find_model, read_config
 from segreuse_tools.server_arguments import options_of, server_arguments
 from vllm_segreuse.config import SegReuseConfig
 from vllm_segreuse.config.launch import kv_transfer_config
@@ -78,7 +78,7 @@ def load_model(
     except RefusedError:
         raise
     except Exception as error:
-        raise InputError(f"vLLM refuses {model}: {one_line(error)}") from None
+        raise refused_by_vllm(model, error) from None
     try:
         examined = examine(of_one_rank(engine_args, vllm_config))
     except UnexaminedError:
@@ -86,6 +86,6 @@ def load_model(
         count = vllm_config.model_config.get_num_layers(parallel)
         return Model(vllm_config, args, options, ModelLayers.of_full_attention(count), None)
     except ValueError as error:
-        raise InputError(f"vLLM refuses {model}: {one_line(error)}") from None
+        raise refused_by_vllm(model, error) from None
     kv_bytes = memory_of(vllm_config, examined).kv_bytes_per_token
     return Model(vllm_config, args, options, examined.layers, kv_bytes)

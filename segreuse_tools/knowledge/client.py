@@ -12,7 +12,6 @@ there already, adding what has not changed and deleting what is gone all succeed
 whose answer was lost, or that met a server too busy, are sent again.
 """
 
-import string
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
@@ -23,7 +22,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from segreuse_extras.viewer.asking import CONTROL, authorized, root_of
+from segreuse_extras.viewer.asking import authorized, checked_key, root_of
 from segreuse_tools.knowledge import TOKEN_ENV
 from vllm_segreuse.features.knowledge.schemas import (
     MAX_DOCUMENTS,
@@ -349,14 +348,10 @@ def checked_token(token: str) -> str:
     Raises:
         ValueError: it is empty, or has a character that no header may have; it is not shown.
     """
-    token = token.strip(string.whitespace)
+    to_do = f"pass the server's, or set {TOKEN_ENV} to it"
+    token = checked_key(token, "admin token", to_do)
     if not token:
-        raise ValueError(f"the admin token is empty: pass the server's, or set {TOKEN_ENV} to it")
-    if found := CONTROL.search(token):
-        raise ValueError(
-            f"the admin token has the control character {found[0]!r}, which no header can carry: "
-            f"pass the server's, or set {TOKEN_ENV} to it"
-        )
+        raise ValueError(f"the admin token is empty: {to_do}")
     return token
 
 
