@@ -251,12 +251,12 @@ class StatesPrefill(SparsePrefill):
         return finite
 
     def _tokens(self, plan: ReusePlan, first: int, stop: int) -> tuple[TokenTable, torch.Tensor]:
-        """Tokens of a plan or its question, and their request's block table."""
+        """Tokens of a plan, or of its question, and their request's block table."""
         positions = np.arange(first, stop, dtype=np.int64)
         blocks = plan.block_ids[positions // self._block_size].astype(np.int64)
         slots = blocks * self._block_size + positions % self._block_size
-        ids = np.concatenate((plan.token_ids, plan.suffix)).astype(np.int64)
-        ids = ids[first - plan.start : stop - plan.start]
+        known, at = (plan.token_ids, plan.start) if first < plan.stop else (plan.suffix, plan.stop)
+        ids = known[first - at : stop - at].astype(np.int64)
         request = np.zeros_like(positions)
         table = TokenTable(*(upload(it, self._device) for it in (ids, positions, request, slots)))
         return table, upload(plan.block_ids[None], self._device)

@@ -43,6 +43,12 @@ def layer_like(slots: int = 5, keys: int = CHANNELS, dtype: torch.dtype = torch.
     return layer
 
 
+def step_rows(first: int, stop: int, decoded: int) -> list[RunningRow]:
+    """Rows of a step of "reader", behind tokens that others decode."""
+    others = [RunningRow(f"other {i}", i, 1, 9) for i in range(decoded)]
+    return [*others, RunningRow("reader", decoded, stop - first, first)]
+
+
 class Model:
     """Two layers, and a text that one request has computed in steps."""
 
@@ -75,8 +81,7 @@ class Model:
         self, first: int, stop: int, decoded: int = 0, names: tuple[str, ...] = NAMES
     ) -> None:
         """A step of the request, behind tokens that others decode."""
-        self.rows = [RunningRow(f"other {i}", i, 1, 9) for i in range(decoded)]
-        self.rows.append(RunningRow("reader", decoded, stop - first, first))
+        self.rows = step_rows(first, stop, decoded)
         arguments: dict[str, Any] = {name: it[:, first:stop] for name, it in self.text.items()} | {
             "cu_seqlens": torch.zeros(2, dtype=torch.int32),
             "initial_state": torch.zeros(9),

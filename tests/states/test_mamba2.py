@@ -22,6 +22,7 @@ from segreuse_extras.states.kinds import state_layer
 from segreuse_extras.states.layers import StateLayer, StateLayers
 from segreuse_extras.states.messages import CaptureOrder
 from segreuse_extras.states.recurrent import AffineMap
+from tests.states.test_capture import step_rows
 from vllm_segreuse.compat import gdn_attention
 from vllm_segreuse.compat import mamba_mixer2 as patch
 from vllm_segreuse.compat.model_runner import RunningRow
@@ -107,8 +108,7 @@ class World(NamedTuple):
     rows: list[RunningRow]
 
     def read(self, first: int, stop: int, decoded: int = 0) -> None:
-        self.rows[:] = [RunningRow(f"other {i}", i, 1, 9) for i in range(decoded)]
-        self.rows.append(RunningRow("reader", decoded, stop - first, first))
+        self.rows[:] = step_rows(first, stop, decoded)
         self.mixer.read(first, stop, decoded=decoded)
 
     def noted(self, first: int = FIRST, stop: int = STOP) -> AffineMap:

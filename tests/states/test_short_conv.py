@@ -17,6 +17,7 @@ from segreuse_extras.states.capture import Captures
 from segreuse_extras.states.kinds import state_layer
 from segreuse_extras.states.layers import StateLayer, StateLayers, StateMap
 from segreuse_extras.states.messages import CaptureOrder
+from tests.states.test_capture import step_rows
 from vllm_segreuse.compat.model_runner import RunningRow
 from vllm_segreuse.model.modules import UnsupportedModelError
 
@@ -102,8 +103,7 @@ class World(NamedTuple):
     rows: list[RunningRow]
 
     def read(self, first: int, stop: int, decoded: int = 0) -> None:
-        self.rows[:] = [RunningRow(f"other {i}", i, 1, 9) for i in range(decoded)]
-        self.rows.append(RunningRow("reader", decoded, stop - first, first))
+        self.rows[:] = step_rows(first, stop, decoded)
         self.model.read(first, stop, decoded=decoded)
 
     def order(self, stop: int = STOP) -> None:
