@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline use as the README shows it: `LLM` with its engine in a process of its own."""
+"""Offline use as the README shows it: `LLM`, its engine in this process, and in one of its own."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,12 +7,29 @@ from typing import Any
 import pytest
 
 from bench.shapes import make_model
-from tests.e2e.engine import BLOCK_SIZE, Prompts
+from tests.e2e.engine import BLOCK_SIZE, Prompts, engine
 from tests.reports import Whole
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[Any]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "in this process",
+        pytest.param(
+            "in its own",
+            marks=pytest.mark.slow(
+                "the engine in a process of its own, as servers have it",
+                instead="e2e/test_offline e2e/test_http_api",
+            ),
+        ),
+    ],
+)
+def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if request.param == "in this process":
+        options = {"policy": "shift", "min_reused_tokens": 16}
+        with engine("qwen3", options, max_model_len=1024, max_num_batched_tokens=1024) as running:
+            yield running.llm
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
