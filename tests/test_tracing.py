@@ -117,13 +117,24 @@ def test_why_nothing_was_reused(
     assert (shown["reused_tokens"], shown["new_tokens"]) == (0, 34)
 
 
-def test_the_first_admission_is_traced_and_no_other(spans: Any) -> None:
+@pytest.mark.parametrize("how", ["preempted", "called back"])
+def test_the_first_admission_is_traced_and_no_other(how: str, spans: Any) -> None:
+    """A reset that preempts calls plans back, and counts no preemption of those set aside."""
     world = traced_world()
     request = world.add(PROMPT)
     world.run(request)
-    request.num_preemptions += 1
+    if how == "preempted":
+        request.num_preemptions += 1
+    else:
+        world.side.call_back(request)
     world.run(request)
-    assert [span.name for span in spans()] == ["segreuse.match"] * 2 + ["segreuse.plan"]
+    expected = ["segreuse.match"] * 2 + ["segreuse.plan"]
+    assert [span.name for span in spans()] == expected
+    world.side.finished(request, [])
+    request.num_preemptions = 0
+    world.side.add(request)  # another one, of the same name
+    world.run(request)
+    assert "segreuse.match" in [span.name for span in spans()][len(expected) :]
 
 
 def test_spans_hold_neither_text_nor_namespaces(spans: Any) -> None:
