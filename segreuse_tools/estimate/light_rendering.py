@@ -102,7 +102,9 @@ class BodyPrompts:
             if not len(tokens):
                 raise LogError(f"{where} has no tokens")
             for _ in range(_sequences(where, body)):
-                yield PromptTokens(tokens, count, session, documents, namespace)
+                yield PromptTokens(
+                    *(tokens, count, session, documents, namespace), is_alone=len(prompts) == 1
+                )
 
     def _namespace(self, where: str, body: Mapping[str, Any]) -> int | None:
         xargs = body.get("vllm_xargs")

@@ -24,6 +24,7 @@ class PromptTokens(NamedTuple):
         namespace: in which segments are found; None: none are.
         parts: of which a trace says that it is made; None: it is text.
         time_s: when it was sent; None: not known.
+        is_alone: whether its request has no other prompts: those of one are no turns of each other.
     """
 
     tokens: IntArray
@@ -33,6 +34,7 @@ class PromptTokens(NamedTuple):
     namespace: int | None = 0
     parts: tuple[PromptPart, ...] | None = None
     time_s: float | None = None
+    is_alone: bool = True
 
 
 def of_trace(trace: Trace) -> Iterator[PromptTokens]:

@@ -419,6 +419,15 @@ def test_a_conversation_that_only_grows_gains_nothing() -> None:
     assert row.any_position_share - row.prefix_share < 0.02
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_prompts_of_one_request_are_no_turns_of_each_other(is_alone: bool) -> None:
+    simulation = Simulation(setting(None))
+    for number in (1, 2):
+        asked = prompt(SYSTEM, *passages(1, 2), question(number), session="one")
+        simulation.run(asked._replace(is_alone=is_alone))
+    assert simulation.sessions.turns.later == int(is_alone)
+
+
 def test_times_are_those_of_what_is_computed() -> None:
     cost = CostModel(token_s=1e-3, pair_s=1e-6)
     assert cost.seconds(10, 0, 10) == pytest.approx(10e-3 + 55e-6)

@@ -521,6 +521,7 @@ def test_each_prompt_and_each_answer_to_it_counts(tmp_path: Path) -> None:
         {"prompt": [[1, 2, 3], [0]], "n": 1},
     )
     assert [it.tokens.tolist() for it in found[4:]] == [[1, 2], [1, 2, 3], [0]]
+    assert [it.is_alone for it in found[4:]] == [True, False, False]
     assert found[0].tokens.tolist() == found[1].tokens.tolist() != found[2].tokens.tolist()
     assert found[2].tokens.dtype == found[4].tokens.dtype == "int32"
 
