@@ -124,7 +124,7 @@ class StageBacklog(Backlog):
         """Lay a plan out, align it, and queue it."""
         started, batch = self._clock(), None
         try:
-            [batch] = self.prefill.prepare([plan], self.step_work).batches
+            [batch] = self.prefill.prepare([plan], self.step_work, apart=is_again).batches
         except Exception:
             if is_again:
                 raise

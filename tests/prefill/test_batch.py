@@ -80,7 +80,7 @@ def test_held_is_what_the_slots_hold() -> None:
     batch = Batch(plans(), SIZE, CPU)
     cache = torch.randn(10, 2, KV_HEADS, SIZE, CHANNELS)
     for part, strides in enumerate((LAYOUT.keys, LAYOUT.values)):
-        held = batch.held(flat_pages(cache), strides)
+        held = batch.held(flat_pages(cache), strides, slice(None), 0)
         for row, slot in enumerate(batch.tokens.slots.tolist()):
             assert torch.equal(held[row], cache[slot // SIZE, part, :, slot % SIZE])
 
@@ -96,8 +96,8 @@ def test_part_of_what_the_slots_hold() -> None:
     cache = torch.randn(10, 2, KV_HEADS, SIZE, CHANNELS)
     pages = flat_pages(cache)
     for strides in (LAYOUT.keys, LAYOUT.values):
-        whole = batch.held(pages, strides)
-        assert torch.equal(batch.held(pages, strides, slice(7, 12)), whole[7:12])
+        whole = batch.held(pages, strides, slice(None), 0)
+        assert torch.equal(batch.held(pages, strides, slice(7, 12), 0), whole[7:12])
 
 
 @pytest.mark.parametrize(

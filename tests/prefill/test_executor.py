@@ -217,6 +217,24 @@ def test_a_plan_in_full_writes_the_suffix_too(monkeypatch: pytest.MonkeyPatch) -
     assert all(cache[10:16].isfinite().all() for cache in world.caches)
 
 
+@pytest.mark.parametrize("name", ["fixed", "dense", "sum", "stock"])
+def test_in_full_nothing_is_left_of_what_is_no_number_in_front_of_the_next_chunk(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's kernel for CPUs reads a block to its end, of which the next chunk computes a part."""
+    world, alone = (World(monkeypatch, scattered=False, max_chunk_tokens=7) for _ in range(2))
+    one = plan("one", 10, **RECIPES[name])
+    alone.prefill.run([one.in_full()])
+    for cache in world.caches:
+        cache[DONOR : DONOR + 2] = NAN
+    assert world.prefill.run([one]).not_finite == ["one"]
+    assert_equal(pages(world, one), pages(alone, one), atol=1e-4)
+
+    world.prefill.prepare([one])  # and after an error, it is prepared in full
+    finish(world.prefill.compute(world.prefill.prepare([one.without_copies()], apart=True)))
+    assert_equal(pages(world, one), pages(alone, one), atol=1e-4)
+
+
 def asked_from_behind(recipe: dict[str, Any]) -> ReusePlan:
     """18 tokens, the first and the tenth of them new, and a question that is left to vLLM."""
     pieces = [(5, 8, DONOR, 0, 0), (14, 8, DONOR + 2, 0, 60)]

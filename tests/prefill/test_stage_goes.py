@@ -227,10 +227,10 @@ def test_what_a_stage_cannot_prepare_is_computed_in_full(
     prefill = staged.backlogs[stage].prefill
     whole, fails = prefill.prepare, [True]
 
-    def prepare(*given: Any) -> Any:
+    def prepare(*given: Any, **more: Any) -> Any:
         if fails.pop() if fails else False:
             raise ArithmeticError
-        return whole(*given)
+        return whole(*given, **more)
 
     monkeypatch.setattr(prefill, "prepare", prepare)
     one, other = both(LATE)

@@ -51,9 +51,11 @@ class Prefill:
         self.aligner = SimpleNamespace(device=CPU)
         self.fails, self.spoils = set[str](), set[str]()
         self.seen: list[tuple[str, list[int]]] = []
+        self.in_full: list[str] = []
 
-    def prepare(self, plans: list[ReusePlan], chunk_work: int | None) -> Any:
+    def prepare(self, plans: list[ReusePlan], chunk_work: int | None, apart: bool) -> Any:
         [one] = plans
+        self.in_full += [one.request_id] * apart
         if one.request_id in self.fails:
             self.fails.remove(one.request_id)
             raise ArithmeticError
@@ -147,6 +149,7 @@ def test_what_met_nan_on_any_stage_is_computed_again_on_all(stage: int) -> None:
     assert [stages.step()[1] for _ in range(3)] == [set(), set(), {"a"}]
     twice = [("a", list(range(10))), ("a", list(range(10, 15)))]
     assert stages.seen == [[*twice, ("b", list(range(5))), *twice]] * 3
+    assert [it.in_full for it in stages.prefills] == [["a"]] * 3
     first, *others = [reports["a"] for reports in stages.reports]
     assert first.not_finite == ["a"]
     assert first.outcomes["a"].computed == 15

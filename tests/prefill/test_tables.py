@@ -64,7 +64,7 @@ def test_what_slots_hold_is_read_in_the_table_of_the_layer(table: int) -> None:
     cache = torch.randn(32, 2 * KV_HEADS * SIZE * CHANNELS)
     pages = flat_pages(cache)
     found = Batch(several(), SIZE, CPU).held(pages, LAYOUT.keys, slice(2, 13), table)
-    expected = Batch(alone(table), SIZE, CPU).held(pages, LAYOUT.keys, slice(2, 13))
+    expected = Batch(alone(table), SIZE, CPU).held(pages, LAYOUT.keys, slice(2, 13), 0)
     assert torch.equal(found, expected)
 
 

@@ -69,7 +69,11 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
 
 class Backend:
-    """What vLLM calls `layer.impl`: writes pages, and attends in rows."""
+    """What vLLM calls `layer.impl`: writes pages, and attends in rows.
+
+    As vLLM's kernel for CPUs it multiplies values up to the end of a block, those behind a token by
+    zero.
+    """
 
     scale = SCALE
 
@@ -100,9 +104,9 @@ class Backend:
             seen = int(rows.seq_lens[row])
             pages = kv_cache[rows.block_table_tensor[row].long()]
             keys, values = (
-                pages[:, part].transpose(1, 2).reshape(-1, KV_HEADS, CHANNELS)[:seen]
-                for part in (0, 1)
+                pages[:, part].transpose(1, 2).reshape(-1, KV_HEADS, CHANNELS) for part in (0, 1)
             )
+            stop = -(-seen // SIZE) * SIZE
             window = self._world.kinds[self._index].window or seen
             first, last = bounds[row], bounds[row + 1]
             for number in range(first, last):
@@ -110,8 +114,10 @@ class Backend:
                 hidden = max(0, visible - window)
                 for head in range(HEADS):
                     of = head // (HEADS // KV_HEADS)
-                    weights = (keys[hidden:visible, of] @ query[number, head] * SCALE).softmax(0)
-                    out[number, head] = weights @ values[hidden:visible, of]
+                    weights = torch.zeros(stop - hidden)
+                    attended = keys[hidden:visible, of] @ query[number, head] * SCALE
+                    weights[: visible - hidden] = attended.softmax(0)
+                    out[number, head] = weights @ values[hidden:stop, of]
 
 
 class Attention(nn.Module):

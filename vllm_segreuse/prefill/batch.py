@@ -15,9 +15,6 @@ from vllm_segreuse.plan.images import ROWS
 from vllm_segreuse.prefill.tables import BlockTables
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
-EVERY = slice(None)
-"""All tokens of a batch."""
-
 
 class Batch:
     """Tokens `[start, stop)` of plans with equal programs and the same adapter, as flat tensors.
@@ -77,7 +74,7 @@ class Batch:
             HostTokens(positions, request),
             self._numbers(positions, device),
         )
-        self._device, self._block_size, self._slots = device, block_size, slots
+        self._device = device
         self._fates = np.concatenate(
             [
                 part
@@ -106,13 +103,6 @@ class Batch:
             if plan.mrope_positions is not None:
                 numbers[:, first:stop] = plan.mrope_positions[:, : stop - first]
         return upload(numbers, device)
-
-    def _slots_in(self, table: int) -> np.ndarray:
-        """Of all tokens, on the host."""
-        positions, request = self.tokens.read_host()
-        rows = self._layout.of(torch.from_numpy(_joined(self.plans)), table).numpy()
-        size = self._block_size
-        return rows[request, positions // size].astype(np.int64) * size + positions % size
 
     @property
     def may_be_chosen(self) -> np.ndarray:
@@ -244,11 +234,7 @@ class Batch:
         return self._layout.of(self.block_tables, number)
 
     def held(
-        self,
-        pages: torch.Tensor,
-        strides: TiledStrides,
-        part: slice = EVERY,
-        table: int = 0,
+        self, pages: torch.Tensor, strides: TiledStrides, part: slice, table: int
     ) -> torch.Tensor:
         """What the tokens' slots hold: `[tokens, heads, channels]`, in the type of the pages.
 
@@ -258,11 +244,13 @@ class Batch:
             part: of which tokens.
             table: that the layer's pages are in.
         """
-        slots = self._slots[part] if not table else self._slots_in(table)[part]
-        blocks, which = np.unique(slots // self._block_size, return_inverse=True)
-        token = which * self._block_size + slots % self._block_size
-        held = strides.tokens_of(pages, upload(blocks, self._device))
-        return indexable(held)[upload(token, self._device)].view(pages.dtype)
+        positions, request = (it[part] for it in self.tokens.read_host())
+        size = self._layout.block_size
+        tables = self._layout.of(torch.from_numpy(_joined(self.plans)), table).numpy()
+        blocks, which = np.unique(tables[request, positions // size], return_inverse=True)
+        held = strides.tokens_of(pages, upload(blocks.astype(np.int64), self._device))
+        token = upload(which * size + positions % size, self._device)
+        return indexable(held)[token].view(pages.dtype)
 
 
 def _joined(plans: list[ReusePlan]) -> np.ndarray:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_segreuse.kernels.page_tokens import write_tokens
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, Program, ReusePlan
 from vllm_segreuse.prefill import outcomes, programs
 from vllm_segreuse.prefill.align import Aligner, block_copies, token_copies
@@ -126,8 +127,8 @@ class SparsePrefill:
         Args:
             plans: of one step.
             chunk_work: see `Batch`.
-            apart: each has a pass of its own. What a step computes together fits into memory as
-                long as plans reuse; of those that do not, one at a time does.
+            apart: they are computed in full, one at a time: what a step computes together fits
+                into memory as long as plans reuse.
         """
         started = time.perf_counter()
         self.aligner.restore(block_copies(plans, self._block_size))
@@ -142,6 +143,8 @@ class SparsePrefill:
             self.aligner.align(copies, first_layer=dense)
             if self.states is not None:
                 self.states.move(copies)
+            if apart:
+                self._clear(batch)
         return Prepared(batches, time.perf_counter() - started, chunk_work)
 
     @torch.inference_mode()
@@ -177,6 +180,7 @@ class SparsePrefill:
                 reported[plan.request_id] = shown
             if left is not None:  # alone: the states of one prompt fit into memory
                 [batch] = self._batches([left], prepared.chunk_work)
+                self._clear(batch)
                 yield from clock.running(self.compute_batch(batch))
         return PassReport(
             align_s=prepared.seconds,
@@ -184,6 +188,16 @@ class SparsePrefill:
             not_finite=not_finite,
             outcomes=reported,
         )
+
+    def _clear(self, batch: Batch) -> None:
+        """The slots of what is computed: vLLM's kernel for CPUs reads a block to its end, and what
+        is no number stays that, also with a weight of zero."""
+        for layer in self.runner.known:
+            slots = batch.slots(batch.always.device, layer.table)
+            for part in layer.parts:
+                heads, _, channels = part.strides.shape
+                zeros = layer.pages.new_zeros(len(slots), heads, channels)
+                write_tokens(layer.pages, part.strides, slots, zeros)
 
     def _batches(self, plans: list[ReusePlan], chunk_work: int | None) -> list[Batch]:
         """Plans by what they share a pass with: their program, and their adapter."""
