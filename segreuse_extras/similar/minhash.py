@@ -39,9 +39,13 @@ class Bands(NamedTuple):
 
 
 def bands_for(threshold: float, permutations: int) -> Bands:
-    """The cut that errs least around a Jaccard similarity, as datasketch computes it."""
+    """The cut that errs least around a Jaccard similarity, as datasketch computes it; into halves
+    for one so near 1 that it refuses to compute any."""
     weights = _FALSE_POSITIVE, _FALSE_NEGATIVE
-    lsh = MinHashLSH(threshold=threshold, num_perm=permutations, weights=weights)
+    try:
+        lsh = MinHashLSH(threshold=threshold, num_perm=permutations, weights=weights)
+    except ValueError:  # of one band
+        return Bands(2, permutations // 2)
     return Bands(lsh.b, lsh.r)
 
 

@@ -265,6 +265,13 @@ def test_segments_between_anchors_are_found_wherever_they_are() -> None:
     assert found == [0, len(segment) + 1]
 
 
+def test_with_a_threshold_of_one_windows_that_differ_in_values_are_found() -> None:
+    world = World(threshold=1.0)
+    parts = wording(world)
+    world.cache(world.records(parts))
+    assert world.find(world.arrive(world.records(parts))).num_tokens
+
+
 def test_runs_below_the_minimum_are_computed() -> None:
     for least, found in ((12, True), (13, False)):
         world = World(min_run_tokens=least)

@@ -89,3 +89,13 @@ def test_bands_are_those_of_datasketch(threshold: float) -> None:
     number, rows = bands_for(threshold, PLACES)
     assert number * rows <= PLACES
     assert 1 - (1 - (threshold + 0.1) ** rows) ** number > 0.8  # hardly one is missed above it
+
+
+@pytest.mark.parametrize("permutations", [16, 17, 128, 1024])
+@pytest.mark.parametrize("threshold", [0.95, 0.999, 1.0])
+def test_any_threshold_that_options_allow_has_bands(threshold: float, permutations: int) -> None:
+    """datasketch refuses to cut a signature for one so near 1 (at 128 places, from 0.999 on)."""
+    number, rows = bands_for(threshold, permutations)
+    assert number >= 2
+    assert permutations // 2 < number * rows <= permutations
+    assert bands_for(1.0, permutations) == (2, permutations // 2)
