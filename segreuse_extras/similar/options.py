@@ -98,7 +98,8 @@ class SimilarityOptions(BaseModel):
     """Whether requests reuse similar segments that do not say `segreuse_similarity`."""
 
     window_tokens: Annotated[int, count(8, 1024)] = 96
-    """Length of the windows that are compared. Canonical tokens: a number counts as one."""
+    """Length of the windows that are compared, at least two shingles. Canonical tokens: a number
+    counts as one."""
 
     stride_tokens: Annotated[int, count(1, 1024)] = 32
     """Distance between the windows of a donor."""
@@ -165,6 +166,22 @@ class SimilarityOptions(BaseModel):
     def cuts(self) -> tuple[int, ...]:
         """The layers of `w_exact`, ascending, whose inputs are kept as boundary states."""
         return tuple(int(layer) for layer in self.w_exact or {} if layer != ALL)
+
+    @property
+    def least_window_tokens(self) -> int:
+        """Shorter windows have too few shingles to be compared."""
+        return 2 * self.shingle_tokens
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        if self.window_tokens < self.least_window_tokens:
+            raise ValueError(
+                f"has window_tokens={self.window_tokens} and shingle_tokens={self.shingle_tokens}, "
+                "so that no window would be compared: set window_tokens to "
+                f"{self.least_window_tokens} at least, or shingle_tokens to "
+                f"{self.window_tokens // 2} at most"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_halo(self) -> Self:

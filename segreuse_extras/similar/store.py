@@ -211,7 +211,7 @@ class SimilarStore(Follower):
             begin: segments count that end with an anchor at this token or behind it.
             first: positions of the classes; None: all segments count.
         """
-        window, width = self.options.window_tokens, self.options.shingle_tokens
+        window, least = self.options.window_tokens, self.options.least_window_tokens
         anchors = self._anchors(ids)
         before = np.concatenate(([-window], anchors[:-1])) if anchors.size else anchors
         if first is not None:
@@ -220,7 +220,7 @@ class SimilarStore(Follower):
             np.concatenate((ends - window, np.maximum(before, anchors - window))), 0
         )
         stops = np.concatenate((ends, anchors))
-        kept = stops - starts >= 2 * width
+        kept = stops - starts >= least
         return Units(starts[kept].astype(np.int32), stops[kept].astype(np.int32))
 
     def _anchors(self, ids: IntArray) -> IntArray:
