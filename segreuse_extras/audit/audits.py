@@ -150,9 +150,8 @@ class Audits:
     @_contained
     def draws(self, num_prompt_tokens: int, policy: str, namespace_class: str) -> bool:
         """Whether a request is to be audited that reuses, and was admitted for the first time."""
-        drawn = self._draw.draw(num_prompt_tokens, self._under_way)
-        if drawn == "audited" and not self._most_tokens(num_prompt_tokens):
-            drawn = "too_long"
+        fits = self._most_tokens(num_prompt_tokens) > 0
+        drawn = self._draw.draw(num_prompt_tokens, self._under_way, fits)
         if drawn is None:
             return False
         if drawn == "audited":

@@ -34,17 +34,18 @@ class Draw:
         self._clock = clock
         self._begun: deque[float] = deque()
 
-    def draw(self, num_prompt_tokens: int, under_way: int) -> Drawn | None:
+    def draw(self, num_prompt_tokens: int, under_way: int, fits: bool = True) -> Drawn | None:
         """Whether a request is audited, or why it is not although it was drawn; None: it was not
         drawn.
 
         Args:
             num_prompt_tokens: of the request.
             under_way: audits that have not ended.
+            fits: whether a sequence of the model has room for what is compared behind the prompt.
         """
         if self._chance() >= self._options.share:
             return None
-        if num_prompt_tokens > self._options.max_prompt_tokens:
+        if num_prompt_tokens > self._options.max_prompt_tokens or not fits:
             return "too_long"
         now = self._clock()
         while self._begun and self._begun[0] <= now - _MINUTE_S:

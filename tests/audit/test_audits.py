@@ -30,7 +30,7 @@ REPORT = {
 class World:
     """Audits of an engine that does what a test says."""
 
-    def __init__(self, most_tokens: int = 3, make_request: Any = None, **options: Any) -> None:
+    def __init__(self, most_tokens: Any = 3, make_request: Any = None, **options: Any) -> None:
         self.clock, self.stats = Clock(), SegReuseStats()
         self.lines: list[Any] = []
         self.made: list[Any] = []
@@ -39,7 +39,7 @@ class World:
             given,
             self.stats,
             make_request or (lambda *made: self.made.append(made) or made[0]),
-            lambda num_prompt_tokens: most_tokens,
+            most_tokens if callable(most_tokens) else lambda num_prompt_tokens: most_tokens,
             lambda audit, line: self.lines.append(line),
             lambda: 0.0,
             self.clock,
@@ -252,6 +252,12 @@ def test_others_are_no_business_of_the_audit(world: World) -> None:
     world.audits.forget("stranger")
     world.audits.compared({})
     assert world.stats.is_empty()
+
+
+def test_prompts_with_no_room_behind_them_cost_no_others_place() -> None:
+    world = World(most_tokens=lambda tokens: 3 if tokens < 10 else 0, per_minute=1)
+    assert [world.audits.draws(n, "shift", "docs") for n in (10, 9, 9)] == [False, True, False]
+    assert world.outcomes == ["too_long", "limit"]
 
 
 def test_what_is_drawn_and_not_audited_is_counted_and_not_logged() -> None:
