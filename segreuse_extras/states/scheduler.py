@@ -34,7 +34,8 @@ from vllm_segreuse.scheduling.tracked import TrackedRequest
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-ONLY_SHIFT, OTHER_CONTEXT, IMAGES = "states_need_shift", "states_of_other_context", "multimodal"
+OTHER_POLICY, OTHER_CONTEXT = "states_need_other_policy", "states_of_other_context"
+IMAGES = "multimodal"
 """Reasons for which a request of such a model reuses nothing."""
 
 
@@ -67,7 +68,7 @@ class SegmentStates(Feature, BlockListener):
         if arriving.images is not None:
             arriving.bypass(IMAGES)
         if arriving.options.policy not in again.POLICIES:
-            arriving.bypass(ONLY_SHIFT)
+            arriving.bypass(OTHER_POLICY)
         if ContextOptions.of(arriving.options).context == SAME:
             arriving.bypass(OTHER_CONTEXT)  # a map has seen what was in front where it was noted
         space = self._core.namespaces.digest(tracked.prompt.namespace)

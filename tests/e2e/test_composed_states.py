@@ -301,7 +301,7 @@ def test_other_policies_are_bypassed_by_name(world: World) -> None:
     for policy in ("epic", "prophet", "peaks", "exact"):
         asked = NAMESPACE | {"segreuse_policy": policy}
         [found] = world.running.ask(world.again, options=asked, max_tokens=1)
-        assert found.report["bypass_reason"] == "states_need_shift"
+        assert found.report["bypass_reason"] == "states_need_other_policy"
         assert found.report["reused_tokens"] == 0
 
 

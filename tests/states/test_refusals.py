@@ -159,5 +159,8 @@ def test_other_groups_beside_states_are_refused(specs: list[Any]) -> None:
 
 
 def test_blocks_of_states_of_another_size_are_refused() -> None:
-    with pytest.raises(RefusedError, match="have blocks of another size"):
+    why = (
+        r"layers that hand a state on have blocks of another size than the others \(16, 32 tokens\)"
+    )
+    with pytest.raises(RefusedError, match=f"{why}; leave --mamba-block-size"):
         segment_group(kv_cache(FULL, mamba(32)))

@@ -60,9 +60,9 @@ class Made:
     [
         ({}, None),
         ({"policy": "focus"}, None),
-        ({"policy": "epic"}, "states_need_shift"),
-        ({"policy": "prophet"}, "states_need_shift"),
-        ({"policy": "peaks"}, "states_need_shift"),
+        ({"policy": "epic"}, "states_need_other_policy"),
+        ({"policy": "prophet"}, "states_need_other_policy"),
+        ({"policy": "peaks"}, "states_need_other_policy"),
         ({"context": "same"}, "states_of_other_context"),
         ({"images": "some"}, "multimodal"),
     ],

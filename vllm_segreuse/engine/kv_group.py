@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-_KEEP_ALL = "; remove --no-disable-hybrid-kv-cache-manager, so that vLLM keeps all of their blocks"
+_OTHER_WINDOWS = (
+    "layers with a sliding window have blocks of another size than the others ({} tokens), because "
+    "their heads differ; remove --no-disable-hybrid-kv-cache-manager, so that vLLM keeps all of "
+    "their blocks"
+)
+_OTHER_STATES = (
+    "layers that hand a state on have blocks of another size than the others ({} tokens); leave "
+    "--mamba-block-size and --mamba-cache-mode at their defaults"
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
     if states := groups_of_states(kv_cache_config):
         [index] = (i for i in range(len(groups)) if i not in states)
         size = groups[index].kv_cache_spec.block_size
-        _check_sizes(kv_cache_config, size)
+        _check_sizes(kv_cache_config, size, _OTHER_STATES)
         return KvGroup(index, by_layer[index], size, states=states)
     known: tuple[type, ...] = FullAttentionSpec, MLAAttentionSpec
     if len(groups) > 1:
@@ -104,7 +112,7 @@ def segment_group(kv_cache_config: KVCacheConfig) -> KvGroup:
             _check_spec(spec)
     index = keeping[0]
     block_size = groups[index].kv_cache_spec.block_size
-    _check_sizes(kv_cache_config, block_size)
+    _check_sizes(kv_cache_config, block_size, _OTHER_WINDOWS)
     order = [index, *(i for i in range(len(groups)) if i != index)]
     others = [next(iter(by_layer[i].values())) for i in order[1:]]
     return KvGroup(
@@ -129,14 +137,10 @@ def groups_of_states(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     return states if rest == [{FullAttentionSpec}] else ()
 
 
-def _check_sizes(kv_cache_config: KVCacheConfig, block_size: int) -> None:
+def _check_sizes(kv_cache_config: KVCacheConfig, block_size: int, others: str) -> None:
     sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
     if len(sizes) > 1:
-        listed = ", ".join(map(str, sorted(sizes)))
-        raise RefusedError(
-            f"layers with a sliding window have blocks of another size than the others ({listed} "
-            f"tokens), because their heads differ{_KEEP_ALL}"
-        )
+        raise RefusedError(others.format(", ".join(map(str, sorted(sizes)))))
     hash_block_size = kv_cache_config.hash_block_size or block_size
     if hash_block_size != block_size:
         raise RefusedError(
