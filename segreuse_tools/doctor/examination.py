@@ -88,6 +88,7 @@ def built(vllm_config: VllmConfig) -> Iterator[torch.nn.Module]:
 
 
 def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
+    from segreuse_tools.doctor.trial import try_parts
     from vllm_segreuse.prefill.checks import layers_of, read_structure
 
     specs = _specs(vllm_config)
@@ -96,6 +97,7 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
     _check_bindable(specs, kv_cache_config, vllm_config)
     _bind(kv_cache_config, specs, vllm_config)
     structure = read_structure(model, vllm_config, kv_cache_config)
+    try_parts(model, structure.stack, vllm_config)
     first: Any = structure.stack.attention[0]
     return Examined(
         kv=tuple(
