@@ -103,7 +103,7 @@ def _latent(model_type: str, why: str, **config: Any) -> Shape:
         "topk_group": 1,
     }
     heads = {"num_key_value_heads": 4, "head_dim": 64}
-    # As DeepSeek and Kimi have it. Without, vLLM 0.32 turns latent models' keys wrongly on CPUs.
+    # As DeepSeek and Kimi have it. Without, vLLM 0.32 turns latent models' keys wrongly on CPUs, run eagerly.
     rope = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -558,17 +558,19 @@ _SHORT_CONV: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """As LFM2 begins and ends. vLLM takes its embeddings for the head, whatever its config says."""
+_LFM2: dict[str, Any] = _SHORT_CONV | {
+    "conv_dim": _TINY["hidden_size"],
+    "block_dim": _TINY["hidden_size"],
+    "block_multiple_of": 32,
+    "block_auto_adjust_ff_dim": False,
+    "block_ffn_dim_multiplier": 1.0,
+}
 
 STATES_OF_CONVOLUTIONS: dict[str, Shape] = {
     "lfm2": _hybrid(
         "lfm2",
         "short convolutions, which hand on their last inputs, beside attention",
-        **_SHORT_CONV,
-        conv_dim=_TINY["hidden_size"],
-        block_dim=_TINY["hidden_size"],
-        block_multiple_of=32,
-        block_auto_adjust_ff_dim=False,
-        block_ffn_dim_multiplier=1.0,
+        **_LFM2,
     ),
     "lfm2_moe": _hybrid(
         "lfm2_moe",
@@ -578,6 +580,27 @@ STATES_OF_CONVOLUTIONS: dict[str, Shape] = {
         num_experts=4,
         num_experts_per_tok=4,
         moe_intermediate_size=64,
+    ),
+    "lfm2_vl": Shape(
+        "lfm2_vl",
+        {
+            "text_config": _TINY
+            | _LFM2
+            | _NO_SPECIAL_TOKENS
+            | {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]},
+            "vision_config": {
+                "model_type": "siglip2_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "num_patches": 64,
+            },
+            "image_token_id": VOCAB_SIZE - 1,
+            "projector_hidden_size": 64,
+        },
+        "short convolutions inside a model that takes images, and is given none",
+        arguments=_HYBRID | {"limit_mm_per_prompt": {"image": 0}},
     ),
 }
 """The same, of short convolutions alone."""
@@ -651,7 +674,8 @@ def make_model(name: str, root: Path | str | None = None) -> Path:
         _write_weights(shape, draft)
         if "vision_config" in shape.config:
             _write_tokenizer(draft, tuple(VISION_TOKENS.values()))
-            _write_processors(draft, shape)
+            if VISION_TOKENS.keys() <= shape.config.keys():
+                _write_processors(draft, shape)
         else:
             _write_tokenizer(draft)
         draft.chmod(0o755)
@@ -715,7 +739,7 @@ def _add_prediction_layer(directory: Path, config: dict[str, Any]) -> None:
 def _loudness(shape: Shape, name: str) -> float:
     """How much of its usual size a weight has."""
     if "embed_tokens" in name and shape.model_type.startswith("lfm2"):  # the head's as well
-        return 2.0 / math.sqrt(shape.config["hidden_size"])
+        return 2.0 / math.sqrt(shape.config.get("text_config", shape.config)["hidden_size"])
     if not shape.predictable or not name.endswith(
         ("o_proj.weight", "down_proj.weight", "down_proj")
     ):

@@ -89,7 +89,7 @@ def _try_loop(model: nn.Module, stack: DecoderStack, vllm_config: VllmConfig) ->
     changed: list[int] = []
 
     def hand_on(*args: Any, **kwargs: Any) -> Any:
-        given = arguments_of(signature, args, kwargs)["hidden_states"]
+        given: Any = arguments_of(signature, args, kwargs)["hidden_states"]
         if left and not torch.equal(given.float(), left[-1].float()):
             changed.append(len(left))
         if changed or len(left) + 1 == len(stack.layers):
@@ -101,13 +101,14 @@ def _try_loop(model: nn.Module, stack: DecoderStack, vllm_config: VllmConfig) ->
     positions = torch.arange(_TOKENS, device=device)
     if stack.position_rows is not None:
         positions = positions.expand(stack.position_rows, -1)
-    embedded = torch.zeros(shape, dtype=config.dtype, device=device)
+    given = {
+        "input_ids": torch.ones(_TOKENS, dtype=torch.int32, device=device),
+        "positions": positions,
+        "inputs_embeds": torch.zeros(shape, dtype=config.dtype, device=device),
+        "intermediate_tensors": None,
+    }
     with suppress(_Reached), in_the_place_of(stack.layers, hand_on):
-        model(
-            input_ids=torch.ones(_TOKENS, dtype=torch.int32, device=device),
-            positions=positions,
-            inputs_embeds=embedded,
-        )
+        model(**given)
     if not changed:
         return None
     return (

@@ -144,6 +144,12 @@ KV_BYTES = {
     "qwen3-vl-4b": in_bf16(36, 8, 128),
     "qwen3-vl-30b-a3b": in_bf16(48, 4, 128),
     "glm-4.5v": in_bf16(46, 8, 128),
+    "granite-4.0-micro": in_bf16(40, 8, 64),
+    "seed-oss-36b": in_bf16(64, 8, 128),
+    "smollm3-3b": in_bf16(36, 4, 128),
+    "exaone-4.0-32b": in_bf16(64, 8, 128),
+    "k-exaone-236b": in_bf16(48, 8, 128),
+    "ernie-4.5-21b-a3b": in_bf16(28, 4, 128),
 }
 """By the published shapes: layers, KV heads and channels of a head."""
 

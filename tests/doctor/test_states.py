@@ -100,7 +100,7 @@ def test_else_it_says_what_is_missing(
 
 
 @WITHOUT_TORCHVISION
-@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "qwen3.6-like"])
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "qwen3.6-like", "lfm2-vl-1.6b"])
 def test_where_the_code_for_images_is_not_there_that_alone_is_missing(
     name: str, tmp_path: Path
 ) -> None:

@@ -513,6 +513,25 @@ class Staged(PlainModel):
         )
 
 
+class AskingModel(PlainModel):
+    """As InternLM2: what another stage would hand on has no default."""
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None
+    ) -> torch.Tensor:
+        assert intermediate_tensors is None
+        return super().forward(input_ids, positions)
+
+
+def test_a_model_that_asks_what_another_stage_hands_on_is_told_that_there_is_none() -> None:
+    attention = nn.Identity()
+    layers, named = [Plain(attention, False)], {"0": attention}
+    ids, positions = torch.tensor([5, 7]), torch.tensor([1, 4])
+    expected = DecoderStack(PlainModel(layers), named).forward(ids, positions)
+    found = DecoderStack(AskingModel(layers), named).forward(ids, positions)
+    assert torch.equal(found, expected)
+
+
 def test_stages_run_what_they_have_on_what_they_are_given() -> None:
     attention = [nn.Identity() for _ in range(3)]
     layers = [Plain(each, False) for each in attention]

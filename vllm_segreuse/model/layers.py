@@ -145,9 +145,11 @@ class DecoderStack:
 
     def _run_model(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """The model's own forward, on what it is `given`."""
-        more = {}
+        more: dict[str, IntermediateTensors | None] = {}
         if self._handed is not None:
             more["intermediate_tensors"] = IntermediateTensors(self._handed.tensors)
+        elif "intermediate_tensors" in inspect.signature(self._model.forward).parameters:
+            more["intermediate_tensors"] = None  # some models have no default (InternLM2)
         return self._model(input_ids=token_ids, positions=positions, **more)
 
     def embed(
