@@ -103,7 +103,8 @@ def _latent(model_type: str, why: str, **config: Any) -> Shape:
         "topk_group": 1,
     }
     heads = {"num_key_value_heads": 4, "head_dim": 64}
-    # As DeepSeek and Kimi have it. Without, vLLM 0.32 turns latent models' keys wrongly on CPUs, run eagerly.
+    # As DeepSeek and Kimi have it. Without, vLLM 0.32 turns latent models' keys wrongly on CPUs
+    # where models run eagerly.
     rope = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,

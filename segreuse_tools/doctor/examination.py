@@ -97,9 +97,8 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
     _check_bindable(specs, kv_cache_config, vllm_config)
     _bind(kv_cache_config, specs, vllm_config)
     structure = read_structure(model, vllm_config, kv_cache_config)
-    try_parts(model, structure.stack, vllm_config)
     first: Any = structure.stack.attention[0]
-    return Examined(
+    examined = Examined(
         kv=tuple(
             (spec.num_kv_heads, spec.page_size_bytes // spec.block_size) for spec in specs.values()
         ),
@@ -110,6 +109,8 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
         lacks=_unrouted(model),
         windows=windows,
     )
+    try_parts(model, structure.stack, vllm_config)  # changes weights: they are counted before
+    return examined
 
 
 @contextmanager

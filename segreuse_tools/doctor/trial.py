@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _TOKENS = 8
 _NUMBERS = 65537
+_LARGEST_TABLE = 1 << 26
+"""Cosines and sines, of half a million positions or so: the proof holds some copies in float32,
+and those of Llama 4 Scout, for ten million, take 20 GiB."""
 _FARTHEST = 211
 """Positions that the tokens are moved by, as start-up's are."""
 
@@ -194,6 +197,8 @@ def _weights(layers: list[nn.Module], device: Any) -> Iterator[None]:
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(it.is_meta for it in own):
             return
+        if isinstance(module, MODULES) and max(it.numel() for it in own) > _LARGEST_TABLE:
+            raise NotImplementedError(f"a table of {max(it.numel() for it in own)} angles")
         module.to_empty(device=device, recurse=False)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor.data.copy_(_random(tensor.shape, tensor.dtype, device))

@@ -24,17 +24,24 @@ def found(folder: Path, name: str = "llama-3.2-1b", **options: Any) -> Diagnosis
     return diagnose(EngineArgs(model=str(folder), **options), SegReuseConfig())
 
 
+def _with_values_of_positions(
+    self: Any, positions: torch.Tensor, hidden_states: torch.Tensor
+) -> Any:
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    q, k = self.rotary_emb(positions, q, k)
+    return self.o_proj(self.attn(q, k, v * (1 + positions[:, None])))[0]
+
+
 def test_values_that_depend_on_their_position_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = llama.LlamaAttention.forward
-
-    def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return attend(self, positions, hidden_states * (1 + 0.01 * positions[:, None]))
-
-    monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
+    monkeypatch.setattr(llama.LlamaAttention, "forward", _with_values_of_positions)
     [reason] = found(tmp_path).reasons
-    assert reason.startswith("model.layers.0.self_attn.attn: the cached ")
+    assert reason.startswith(
+        "model.layers.0.self_attn.attn: the cached value depends on its position, and values are "
+        "moved as they are (off by "
+    )
     assert reason.endswith("; serve this model without --segreuse")
 
 
@@ -104,6 +111,15 @@ def test_both_are_tried(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(variable, value)
     assert found(tmp_path, name).works
     assert tried == [None, None]
+
+
+def test_angles_of_millions_of_positions_are_left_to_start_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy of those of Llama 4 Scout takes gigabytes."""
+    monkeypatch.setattr(trial, "_LARGEST_TABLE", 1 << 18)
+    monkeypatch.setattr(llama.LlamaAttention, "forward", _with_values_of_positions)
+    assert found(tmp_path).works
 
 
 def test_keys_of_latent_attention_that_vllm_turns_wrongly_are_found(tmp_path: Path) -> None:
