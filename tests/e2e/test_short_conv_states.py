@@ -17,7 +17,7 @@ def test_what_holds_of_qwen3_next_holds_of_short_convolutions(shape: str) -> Non
     run_tests(shape)
 
 
-@pytest.mark.slow("inside a model that takes images", instead="e2e/test_short_conv_states")
+@pytest.mark.slow("inside a model that takes images", instead="e2e/test_composed_kinds")
 @pytest.mark.timeout(1800)
 def test_text_is_composed_where_a_model_would_take_images() -> None:
     run("lfm2_vl", "tests.e2e.test_short_conv_states")
