@@ -79,6 +79,15 @@ def test_of_segments_that_begin_alike_the_longest_is_taken() -> None:
     assert catalogue.find(SPACE, short, all_of(short)) == [Placed(part, 0, 50)]
 
 
+def test_a_segment_stays_when_one_as_long_that_begins_alike_goes() -> None:
+    catalogue = roomy()
+    other = np.concatenate([LONG[:50], A[:40]])
+    stays, goes = stored(catalogue, LONG), stored(catalogue, other)
+    catalogue.remove(goes)
+    assert catalogue.find(SPACE, LONG, all_of(LONG)) == [Placed(stays, 0, 90)]
+    assert catalogue.find(SPACE, other, all_of(other)) == []
+
+
 def test_segments_that_overlap_are_not_both_taken() -> None:
     catalogue = roomy()
     whole = stored(catalogue, LONG)
