@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 ENGINE = ("vllm", "torch", "numba")
-OF_ENGINE = ("segreuse_tools.estimate.modelless_engine", "segreuse_tools.estimate.prompt_rendering")
-"""They are made of vLLM's scheduler, and of its renderer."""
+OF_ENGINE = (
+    "segreuse_tools.doctor.trial",
+    "segreuse_tools.estimate.modelless_engine",
+    "segreuse_tools.estimate.prompt_rendering",
+)
+"""They run a model's layers, and are made of vLLM's scheduler, and of its renderer."""
 
 LISTED = f"""
 import atexit, json, sys

@@ -88,7 +88,8 @@ def _proven(
     rows.running = running
     most = int(vllm_config.scheduler_config.max_num_batched_tokens)
     settings = PassSettings(FastOps(model), Adapters(model), most)
-    scratch = Scratch(stack, layouts, rows, settings, group, vllm_config)
+    blocks = kv_cache_config.num_blocks
+    scratch = Scratch(stack, layouts, rows, settings, group, blocks, vllm_config)
     captures = Captures(layers, running_rows)
     layers.observed_by(captures.observe)
     ropes = prove_rotations(scratch)

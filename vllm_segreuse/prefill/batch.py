@@ -15,6 +15,9 @@ from vllm_segreuse.plan.images import ROWS
 from vllm_segreuse.prefill.tables import BlockTables
 from vllm_segreuse.prefill.tokens import HostTokens, Index, TokenTable, upload
 
+EVERY = slice(None)
+"""All tokens of a batch."""
+
 
 class Batch:
     """Tokens `[start, stop)` of plans with equal programs and the same adapter, as flat tensors.
@@ -234,7 +237,7 @@ class Batch:
         return self._layout.of(self.block_tables, number)
 
     def held(
-        self, pages: torch.Tensor, strides: TiledStrides, part: slice, table: int
+        self, pages: torch.Tensor, strides: TiledStrides, part: slice = EVERY, table: int = 0
     ) -> torch.Tensor:
         """What the tokens' slots hold: `[tokens, heads, channels]`, in the type of the pages.
 

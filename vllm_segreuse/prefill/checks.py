@@ -322,8 +322,8 @@ def _build(
     adapters = Adapters(model)
     most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     settings = PassSettings(FastOps(model), adapters, most_tokens)
-    stage = structure.stage
-    scratch = Scratch(stack, layouts, rows, settings, group, vllm_config, stage)
+    num_blocks, stage = kv_cache_config.num_blocks, structure.stage
+    scratch = Scratch(stack, layouts, rows, settings, group, num_blocks, vllm_config, stage)
     handed = None if stages is None else stages.exchange(scratch)
     # From here on: the model's own forward leaves them, too.
     states = _boundary_states(stack, cuts, group.block_size, kv_cache_config, vllm_config)

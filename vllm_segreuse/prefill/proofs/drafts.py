@@ -68,8 +68,11 @@ class DraftProof:
         most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._rows = RowBuilder(vllm_config, by_name, group.specs, most_tokens)
         settings = PassSettings(FastOps(draft.model), adapters, most_tokens)
-        self._layouts = [discover_layout(it, group.block_size) for it in draft.attention]
-        self.scratch = Scratch(draft, self._layouts, self._rows, settings, group, vllm_config)
+        size, blocks = group.block_size, int(draft.attention[0].kv_cache.shape[0])
+        self._layouts = [discover_layout(layer, size) for layer in draft.attention]
+        self.scratch = Scratch(
+            draft, self._layouts, self._rows, settings, group, blocks, vllm_config
+        )
         self.scratch.distance -= 1  # positions begin one later than the target's
         needed = self.scratch.count + self.scratch.distance + 1
         if draft.max_positions < needed:

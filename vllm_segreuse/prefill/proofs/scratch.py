@@ -42,6 +42,7 @@ class Scratch:
         rows: builds rows of the stock backend.
         settings: how the layers run; proofs use no adapter.
         group: the KV cache.
+        num_blocks: of the KV cache.
         vllm_config: the engine's.
         stage: of the stack; None: the only one.
 
@@ -69,11 +70,11 @@ class Scratch:
         rows: RowBuilder,
         settings: PassSettings,
         group: KvGroup,
+        num_blocks: int,
         vllm_config: VllmConfig,
         stage: Stage | None = None,
     ) -> None:
         self.tables = [group.tables.get(layer.layer_name, 0) for layer in stack.attention]
-        num_blocks = len(stack.attention[0].kv_cache)
         if num_blocks < 2 * _BLOCKS * self.num_tables + 1:
             raise UnsupportedModelError(
                 f"the KV cache has {num_blocks} blocks only; give it more memory"
