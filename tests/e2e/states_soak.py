@@ -3,6 +3,8 @@
 
     python -m tests.e2e.states_soak --requests 3000 --json states-soak.json
 
+`SEGREUSE_TEST_STATES` names another shape than Qwen3-Next's.
+
 `shift`, `focus`, everything computed again, plain requests and plain twins of reusing ones, in
 three namespaces, beside each other; some are aborted, some are preempted. Documents come, are asked
 for some time, and give way to others, so maps and KV are evicted all the time. After every few
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import random
 import sys
 import time
@@ -40,14 +43,15 @@ from tests.e2e.stepping import abort, check_pool, finished_in_step, preempt, sub
 from tests.e2e.test_equality import assert_same
 from vllm_segreuse.prefill.proofs.scratch import relative_error, tolerance
 
-SHAPE = "qwen3_next"
+SHAPE = os.environ.get("SEGREUSE_TEST_STATES", "qwen3_next")
 NOISE = 0.4
 """Of log-probabilities; `test_composed_states.py` says why so much."""
 CLOSE = 0.03
 """Of norms: maps of the same tokens, read in chunks that end elsewhere."""
 NAMESPACES = "soak a", "soak b", "soak c"
 ROOM_FOR_MAPS = 6
-STATE_BYTES = 205_824 * ROOM_FOR_MAPS
+MAP_BYTES = {"qwen3_next": 205_824, "granite_4_h": 105_264, "lfm2": 2_048}
+STATE_BYTES = MAP_BYTES.get(SHAPE, 0) * ROOM_FOR_MAPS
 NUM_BLOCKS = 90  # one of them is vLLM's null block
 LIMITS = {"max_num_batched_tokens": 1536, "max_num_seqs": 5}
 UNDER_WAY = 8
