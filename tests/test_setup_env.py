@@ -34,6 +34,7 @@ case "$*" in
 esac
 """
 UPDATE = ["pip"] * 3  # two halves of the packages, and ours
+NO_IMPORT = "setup: the environment does not import: no such module (see"
 NEW = ["venv", *UPDATE]
 
 
@@ -108,21 +109,23 @@ def test_a_moved_checkout_gets_scripts_that_name_its_folder(checkout: Checkout) 
     assert (moved / ".venv/bin/pip").read_text() == f"#!{moved}/.venv/bin/python\n"
 
 
-@pytest.mark.parametrize("where", ["half0.txt", "half1.txt", "--editable ."])
-def test_an_installation_that_failed_goes_on_where_it_was(tmp_path: Path, where: str) -> None:
-    checkout = Checkout(tmp_path)
-    failed = checkout.run(PIP_FAILS_AT=where)
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("PIP_FAILS_AT=half0.txt", "setup: pip failed"),
+        ("PIP_FAILS_AT=half1.txt", "setup: pip failed"),
+        ("PIP_FAILS_AT=--editable .", "setup: pip failed"),
+        ("IMPORT_FAILS_OF=torch", NO_IMPORT),
+        ("IMPORT_FAILS_OF=vllm_segreuse", NO_IMPORT),
+    ],
+)
+def test_what_failed_is_told_and_goes_on_where_it_was(
+    tmp_path: Path, fault: str, told: str
+) -> None:
+    checkout, (variable, where) = Checkout(tmp_path), fault.split("=")
+    failed = checkout.run(**{variable: where})
     assert failed.returncode == 1
-    assert "setup: pip failed" in failed.stderr
-    assert checkout.done() == UPDATE
-
-
-@pytest.mark.parametrize("what", ["torch", "vllm_segreuse"])
-def test_an_environment_that_does_not_import_is_not_done(tmp_path: Path, what: str) -> None:
-    checkout = Checkout(tmp_path)
-    failed = checkout.run(IMPORT_FAILS_OF=what)
-    assert failed.returncode == 1
-    assert "setup: the environment does not import: no such module (see" in failed.stderr
+    assert told in failed.stderr
     assert checkout.done() == UPDATE
 
 

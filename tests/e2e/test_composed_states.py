@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -20,11 +19,11 @@ from tests.parts import parts_of
 
 pytestmark = pytest.mark.patches("gdn_attention")
 
-SHAPE = os.environ.get("SEGREUSE_TEST_STATES", "qwen3_next")
+SHAPE = states_soak.SHAPE
 """Some tests run on shapes of other kinds, too (`test_composed_kinds`), and all of them in
 processes of their own (`test_qwen3_5_states`, `test_mamba2_states`, `test_short_conv_states`)."""
 SHIFT: dict[str, Any] = {"policy": "shift"}
-NOISE = 0.4
+NOISE = states_soak.NOISE
 """Of log-probabilities. Where this model's own forward reads the same prompt in chunks that end
 elsewhere, they are off by up to 0.32: vLLM's kernel rounds to bf16 in chunks of 64 tokens."""
 SHORT_SOAK = 48
