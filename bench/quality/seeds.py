@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from bench.harness import BenchError
 
-SETS = MappingProxyType({"tuning": "20260601", "reporting": "20261127"})
+SETS = MappingProxyType({"tuning": "20260601", "reporting": "20261201"})
 """Seed by the name of the set."""
 
 

@@ -167,9 +167,9 @@ def focus(prompt: str, ratio: float | None, layers: int) -> Definition:
         for one in segments(prompt):
             third = Fraction(len(one), 3)
             if one[0] == "A":
-                alone += min(20, third) + Fraction(12 * len(one), 100)
+                alone += min(13, third) + Fraction(8 * len(one), 100)
             else:
-                behind += min(18, third) + Fraction(6 * len(one), 100)
-        found.at_most = min(round(max(105, behind) + alone), len(prompt) - len(found.always))
+                behind += min(12, third) + Fraction(4 * len(one), 100)
+        found.at_most = min(round(max(70, behind) + alone), len(prompt) - len(found.always))
     found.score, found.from_layer = "both", layers // 2
     return at_once(found, prompt)

@@ -223,19 +223,19 @@ def test_focus_computes_of_each_segment_and_more_of_what_was_computed_alone():
     holds for all."""
     in_context, alone = ("S", 1000), ("A", 500)
     for parts, chosen, at_a_tenth in (
-        ((in_context,), 105, 100),  # not 18 + 60
-        ((in_context,) * 2, 156, 200),
-        ((("S", 80),) * 30, 684, 240),  # 30 * (18 + 4.8)
-        ((("S", 45),) * 20, 354, 90),  # a third of each, and 54
-        ((("S", 45),) * 4, 105, 18),
-        ((alone,), 185, 50),  # 105 + 20 + 60
-        ((in_context, ("N", 5), alone), 185, 150),
-        ((alone, in_context, in_context, alone), 316, 300),  # 156 + 160
-        ((("A", 100),) * 10, 425, 100),
-        ((("A", 45),) * 20, 513, 90),  # a third of each
+        ((in_context,), 70, 100),  # not 12 + 40
+        ((in_context,) * 2, 104, 200),
+        ((("S", 80),) * 30, 456, 240),  # 30 * (12 + 3.2)
+        ((("S", 30),) * 20, 224, 60),  # a third of each, and 24
+        ((("S", 45),) * 4, 70, 18),
+        ((alone,), 123, 50),  # 70 + 13 + 40
+        ((in_context, ("N", 5), alone), 123, 150),
+        ((alone, in_context, in_context, alone), 210, 300),  # 104 + 106
+        ((("A", 100),) * 10, 280, 100),
+        ((("A", 30),) * 20, 318, 60),  # a third of each
         ((("S", 50),), 50, 5),
-        ((("S", 20_000),), 1218, 2000),
-        ((("A", 20_000),), 2525, 2000),
+        ((("S", 20_000),), 812, 2000),
+        ((("A", 20_000),), 1683, 2000),
     ):
         prompt = prompt_of(*parts, ("N", 3))
         assert chosen_of(recipe_of("focus", prompt, recompute_ratio=None)) == chosen

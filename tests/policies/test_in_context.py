@@ -104,8 +104,8 @@ def test_the_less_of_a_context_has_changed_the_less_is_computed_again(
 
 
 def test_behind_an_edit_the_budget_grows_with_the_root_of_what_has_changed() -> None:
-    budgets = [POLICIES["focus"](edited([it] * 10)).top_k for it in (1, 0.6, 0.15, 0.024)]
-    assert budgets == [420, 420, 210, 84]
+    budgets = [POLICIES["focus"](edited([it] * 10)).top_k for it in (1, 0.25, 0.0625, 0.01)]
+    assert budgets == [280, 280, 140, 56]
     assert POLICIES["focus"](replace(edited([0.01]), recompute_ratio=0.5)).top_k == 200
 
 

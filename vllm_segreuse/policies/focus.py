@@ -33,20 +33,20 @@ FEW_TOKENS = 64
 """A segment that was computed behind fewer tokens was computed alone: what stands there is a chat
 template, or a sentence at most."""
 
-TOKENS = 105
+TOKENS = 70
 """Segments that were computed behind other text add so many together at least, even if there are
 none."""
 
-BEHIND, BEHIND_SHARE = 18, 0.06
+BEHIND, BEHIND_SHARE = 12, 0.04
 """Tokens that each of these adds, and the share of its own."""
 
-ALONE, ALONE_SHARE = 20, 0.12
+ALONE, ALONE_SHARE = 13, 0.08
 """The same of each segment that was computed alone."""
 
 AT_MOST = 1 / 3
 """The tokens that a segment adds, beside its share, are at most so many of its own."""
 
-MUCH = 0.6
+MUCH = 0.25
 """Share of what is in front of a segment's tokens, there and here, that is only on one side: with
 as much and more it stands behind another text. Behind an edit it is less: the square root of its
 part is added."""
