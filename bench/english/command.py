@@ -23,7 +23,7 @@ from bench.english import arms, donors, text
 from bench.english.figures import figures, in_cells
 from bench.english.records import Records, Setting, model_digest, weights
 from bench.english.run import Load, measure
-from bench.english.tasks import TASKS
+from bench.english.tasks import TASKS, USUAL
 from bench.quality import seeds
 from bench.records import RecordsError, beside
 
@@ -174,7 +174,7 @@ def load_of(args: argparse.Namespace) -> Load:
         raise UsageError(str(error)) from None
     usual = arms.QUICK if args.quick else arms.PUBLISHED
     return Load(
-        tasks=_named("task", args.tasks, TASKS) or (QUICK_TASKS if args.quick else tuple(TASKS)),
+        tasks=_named("task", args.tasks, TASKS) or (QUICK_TASKS if args.quick else USUAL),
         donors=_named("donors", args.donors, donors.DONORS) or donors.DONORS,
         arms=tuple(chosen) or tuple(map(arms.arm, usual)),
         samples=samples,

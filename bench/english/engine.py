@@ -23,7 +23,7 @@ from bench.english.records import Outcome, rounded
 from bench.english.tasks.base import Example
 
 KV_SPACE_GIB = 4
-MAX_TOKENS = 8192
+MAX_TOKENS = 10_240
 FORCED_TOKENS = 32
 """Tokens of the full answer along which distributions are compared."""
 TOGETHER = 4

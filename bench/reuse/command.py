@@ -21,7 +21,7 @@ from typing import Any
 from bench import harness, records
 from bench.english.command import UsageError, require_model
 from bench.english.records import model_digest
-from bench.english.tasks import TASKS
+from bench.english.tasks import TASKS, USUAL
 from bench.quality import seeds
 
 COLUMNS = (
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chooser", type=Path, metavar="DIR", help="a model for lead `smaller`")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
-        "--tasks", type=_names, default=tuple(TASKS), metavar="NAMES", help=", ".join(TASKS)
+        "--tasks", type=_names, default=USUAL, metavar="NAMES", help=", ".join(TASKS)
     )
     parser.add_argument("--examples", type=int, default=4, metavar="N", help="of each task (4)")
     parser.add_argument("--sources", default=SOURCES, help=f"of the documents' KV ({SOURCES})")

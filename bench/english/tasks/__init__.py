@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from types import MappingProxyType
 
@@ -21,6 +22,16 @@ RULER = MappingProxyType(
 LENGTHS = MappingProxyType({"1k": 1024, "2k": 2048, "4k": 4096})
 """Of RULER's tasks, in turn: tokens of all documents together."""
 
+LONG = MappingProxyType(
+    {
+        "multi-value": ruler.values,
+        "multi-query": ruler.needles,
+        "tracking": ruler.variables,
+    }
+)
+LONG_LENGTHS = MappingProxyType({"4k": 4096, "8k": 8192})
+"""The same of tasks that are asked by name only, since each example takes a minute or more."""
+
 OTHER: MappingProxyType[str, Maker] = MappingProxyType(
     {
         "one-hop": questions.one_hop,
@@ -34,11 +45,13 @@ OTHER: MappingProxyType[str, Maker] = MappingProxyType(
         "react": conversations.react,
     }
 )
-TASKS: MappingProxyType[str, Maker] = MappingProxyType({**RULER, **OTHER})
+USUAL = (*RULER, *OTHER)
+"""What is asked where nothing is named."""
+TASKS: MappingProxyType[str, Maker] = MappingProxyType({**RULER, **OTHER, **LONG})
 
 
 def draw(task: str, number: int, rng: Random, measure: Measure) -> Example:
-    """One example of a task: RULER's tasks have each of `LENGTHS` in turn.
+    """One example of a task: RULER's tasks have each of their lengths in turn.
 
     Args:
         task: one of `TASKS`.
@@ -49,7 +62,8 @@ def draw(task: str, number: int, rng: Random, measure: Measure) -> Example:
     Raises:
         KeyError: there is no such task.
     """
-    if task not in RULER:
+    if task in OTHER:
         return TASKS[task](rng, layout(rng), measure, "")
-    kind = list(LENGTHS)[number % len(LENGTHS)]
-    return TASKS[task](rng, layout(rng, LENGTHS[kind]), measure, kind)
+    lengths = LENGTHS if task in RULER else LONG_LENGTHS
+    kind = list(lengths)[number % len(lengths)]
+    return replace(TASKS[task](rng, layout(rng, lengths[kind]), measure, kind), task=task)

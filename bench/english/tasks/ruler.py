@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's four tasks (Hsieh et al. 2024) in English, cut into documents.
+"""RULER's tasks (Hsieh et al. 2024) in English, cut into documents.
 
-Needles (several asked for at once), variable tracking, common words and frequent words: with the
-paper's wording, fewer and shorter names, so that answers fit into 64 tokens.
+Needles (several asked for at once, or several values of one), variable tracking, common words and
+frequent words: with the paper's wording, fewer and shorter names, so that answers fit into 64
+tokens.
 """
 
 from __future__ import annotations
@@ -52,6 +53,39 @@ def needles(rng: Random, layout: Layout, measure: Measure, kind: str) -> Example
         f"What are the special magic numbers for {listed} mentioned in the text above? "
         "Answer with the numbers only, in this order.",
         tuple(codes[i] for i in asked),
+        answer_tokens=ANSWER_TOKENS,
+    )
+
+
+def values(rng: Random, layout: Layout, measure: Measure, kind: str) -> Example:
+    """All numbers that one name has, which are told in different places; others have one each."""
+    names = [
+        f"{trait}-{thing}"
+        for trait, thing in zip(
+            rng.choices(text.TRAITS, k=layout.total + 1),
+            rng.sample(text.THINGS, layout.total + 1),
+            strict=True,
+        )
+    ]
+    codes = text.numbers(rng, ASKED + layout.total)
+    inside = [
+        [f"One of the special magic numbers for {name} is: {code}."]
+        for name, code in zip(names[1:], codes[ASKED:], strict=True)
+    ]
+    for code in codes[:ASKED]:
+        where = rng.randrange(layout.count)
+        inside[where].append(f"One of the special magic numbers for {names[0]} is: {code}.")
+    documents, others = split(
+        [text.document(rng, facts, layout.tokens, measure) for facts in inside]
+    )
+    return Example(
+        "multi-value",
+        kind,
+        documents,
+        others,
+        f"What are all the special magic numbers for {names[0]} mentioned in the text above? "
+        f"There are {ASKED}. Answer with the numbers only.",
+        tuple(codes[:ASKED]),
         answer_tokens=ANSWER_TOKENS,
     )
 
