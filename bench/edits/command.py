@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         "model_digest": model_digest(args.model),
         "steps": args.steps,
         "seeds": chosen,
+        "seed": seeds.SETS[chosen],
     }
     where = harness.environment() | setting
     writer = Writer(AutoTokenizer.from_pretrained(args.model))

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model.resolve().name,
         "model_digest": model_digest(args.model),
         "seeds": chosen,
+        "seed": seeds.SETS[chosen],
         "dtype": args.dtype,
         "most_tokens": args.most_tokens,
         "chooser": None if args.chooser is None else model_digest(args.chooser),

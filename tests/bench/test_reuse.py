@@ -27,6 +27,7 @@ from transformers import (
 from bench import harness
 from bench.english.prompts import Prompts
 from bench.english.tasks.base import Example
+from bench.quality import seeds
 from bench.reuse import command, ingestion, laboratory, leads, records
 from bench.reuse.decoder import NAME, Decoder
 from bench.reuse.laboratory import Wanted
@@ -386,6 +387,10 @@ def test_a_second_start_goes_on_with_the_same_leads_and_code_only(
     assert {row["examples"] for row in rows} == {2}
     assert run(2, "focus,norms") == 2
     assert "leads focus,each, not focus,norms" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(seeds, "SETS", {**seeds.SETS, "reporting": "another"})
+        assert run(3, "focus,each") == 2
+        assert "not another" in capsys.readouterr().err
     monkeypatch.setattr(harness, "commit", lambda: "def")
     assert run(3, "focus,each") == 2
     assert "commit abc, this is def" in capsys.readouterr().err
