@@ -2,6 +2,7 @@
 """`vllm-segreuse estimate`: what it prints, and its exit status."""
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import fields
@@ -66,11 +67,14 @@ def test_a_slice_of_the_log_is_replayed(rows: Any, run: Any) -> None:
 
 
 def test_the_table_has_prefix_caching_and_every_policy(run: Any) -> None:
-    status, out, _ = run(logs.bodies(12), *KEYS)
+    bodies = logs.bodies(12)
+    passage, question = bodies[0]["prompt"].split("\n\n")[0], logs.words(random.Random(1), 150)
+    little_found = BODY | {"prompt": f"Anew: {passage}\n\n{question}"}  # and much is read twice
+    status, out, _ = run([*bodies, little_found], *KEYS)
     assert status == 0
     lines = out.splitlines()
-    assert lines[0].startswith("log       12 requests, ")
-    assert lines[0].endswith(", 12 with extra keys, 1 namespace")
+    assert lines[0].startswith("log       13 requests, ")
+    assert lines[0].endswith(", 13 with extra keys, 1 namespace")
     assert "blocks of 16 tokens (" in lines[2]
     assert lines[2].endswith(": as large as the log needs")
     table = [line.split("  ")[0] for line in lines[5 : 6 + len(POLICIES)]]
