@@ -30,8 +30,8 @@ MOST_SEQUENCES = 16_384
 
 _MOST_SEQUENCES_ENV = "VLLM_MAX_N_SEQUENCES"
 
-_SESSIONS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
-"""Fields of a body that name who asks, the best first."""
+_OTHER_SESSIONS = ("prompt_cache_key", "safety_identifier", "user")
+"""Fields of a body that name who asks where vLLM's own do not, the best first."""
 
 _TEXT_PARTS = {
     "text": "text",
@@ -315,7 +315,9 @@ def _called(call: Any) -> Any:
 
 
 def _session(body: Mapping[str, Any]) -> str | None:
-    found = (body.get(name) for name in _SESSIONS)
+    xargs = body.get("vllm_xargs")
+    own = xargs.get("session_id") if isinstance(xargs, dict) else None
+    found = (body.get("session_id"), own, *(body.get(name) for name in _OTHER_SESSIONS))
     return next((it for it in found if isinstance(it, str) and it), None)  # "" names nobody
 
 

@@ -106,6 +106,25 @@ def test_segments_are_found_where_prefix_caching_finds_nothing(rows: Any) -> Non
     assert shift["reusing_requests"] + sum(shift["bypassed"].values()) == 30
 
 
+def test_prompts_of_other_sessions_are_no_later_turns(rows: Any) -> None:
+    text = logs.words(random.Random(3), 150)
+    prompts = [text + " again" * number for number in range(24)] + [f"Anew: {text}"]
+
+    def reusing(session: Any) -> int:
+        """Requests that reuse though later turns would lose; all but the last grow."""
+        lines = []
+        for number, prompt in enumerate(prompts):
+            body, xargs = session(f"session {number}")
+            xargs = {"segreuse_weigh_turns": 1} | xargs
+            lines.append(BODY | {"prompt": prompt, "vllm_xargs": xargs} | body)
+        _, by_policy = rows(lines, *KEYS, "--policy", "focus")
+        return int(by_policy["focus"]["reusing_requests"])
+
+    assert reusing(lambda name: ({}, {})) == 0, "each goes on with the one before"
+    assert reusing(lambda name: ({"session_id": name}, {})) == 1
+    assert reusing(lambda name: ({}, {"session_id": name})) == 1
+
+
 def test_policies_that_share_a_replay_have_the_rows_of_their_own(
     rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

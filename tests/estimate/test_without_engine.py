@@ -557,6 +557,9 @@ def test_prompts_have_the_session_the_documents_and_the_namespace_of_their_body(
     lines += [text | {"extra_keys": ["a", "b"]}, text | {"extra_keys": "a"} | xargs]
     found = prompts_of(tmp_path, *lines)
     assert [it.session for it in found] == [None, "s", "u", None, None, None, None]
+    passed_on = {"vllm_xargs": {"session_id": "x"}, "user": "u"}
+    vllms = [text | passed_on, text | passed_on | both, text | {"vllm_xargs": 7, "user": "u"}]
+    assert [it.session for it in prompts_of(tmp_path, *vllms)] == ["x", "s", "u"]
     unnamed = [text | {"session_id": "", "user": user} for user in ("", "u")]
     assert [it.session for it in prompts_of(tmp_path, *unnamed)] == [None, "u"]
     assert {tuple(it.documents) for it in found} == {("one", "two")}
