@@ -338,9 +338,10 @@ def test_a_body_becomes_what_the_engine_gets() -> None:
 def test_options_of_reuse_and_of_requests_count(rows: Any, tmp_path: Path) -> None:
     file = tmp_path / "reuse.yaml"
     options = (*KEYS, "--policy", "shift")
-    file.write_text("enabled: observe\n")
-    _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
-    assert by_policy["shift"]["reusing_requests"] > 5, "as if it were switched on"
+    for observes in ("enabled: observe\n", "observe: true\n"):
+        file.write_text(observes)
+        _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
+        assert by_policy["shift"]["reusing_requests"] > 5, "as if it were switched on"
     file.write_text("min_reused_tokens: 100000\n")
     _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
     assert by_policy["shift"]["bypassed"] == {"too_few_tokens": 8}
