@@ -356,6 +356,7 @@ def test_06_a_bad_request_for_similar_segments_is_refused(value: object) -> None
         ({"max_boundary_drift": 0.1}, "has max_boundary_drift and no halo_tokens"),
         ({"window_tokens": 11}, "set window_tokens to 12 at least, or shingle_tokens to 5 at most"),
         ({"shingle_tokens": 49}, "has window_tokens=96 and shingle_tokens=49, so that no window"),
+        ({"context_tokens": 5}, "has context_tokens=5 and shingle_tokens=6, so that no left"),
         *(
             ({"w_exact": given}, 'must map layers from 1 on, or "all", to a number of tokens')
             for given in (

@@ -155,8 +155,18 @@ class AuditOptions(BaseModel):
     def _fits_together(self) -> Self:
         if self.on_drift == FALLBACK and self.max_kl is None:
             raise ValueError("has on_drift: fallback without max_kl: say above which KL")
+        if self.on_drift == FALLBACK and not self.recover_s:
+            raise ValueError(
+                "has on_drift: fallback and recover_s: 0, so that no request falls back: set "
+                "recover_s to the seconds of a fallback (600, say), or on_drift to report"
+            )
         if self.max_kl is not None and not self.share:
             raise ValueError("has max_kl and audits nothing: set share above 0")
+        if self.share and not self.max_wait_s:
+            raise ValueError(
+                "has max_wait_s: 0, so that every audit is dropped before it begins: set it to "
+                "some seconds (30, say), or share to 0"
+            )
         if self.min_audits > self.window:
             raise ValueError("has min_audits above window: so many audits are never looked at")
         return self

@@ -114,7 +114,8 @@ class SimilarityOptions(BaseModel):
     """Least estimated Jaccard similarity of a candidate, above 0 and up to 1."""
 
     context_tokens: Annotated[int, count(0, 4096)] = 128
-    """Left context that is compared, too, to choose among candidates; 0: none."""
+    """Left context that is compared, too, to choose among candidates, at least a shingle; 0:
+    none."""
 
     min_run_tokens: Annotated[int, count(1, 1024)] = 8
     """Fewer equal tokens in a row are computed."""
@@ -180,6 +181,16 @@ class SimilarityOptions(BaseModel):
                 "so that no window would be compared: set window_tokens to "
                 f"{self.least_window_tokens} at least, or shingle_tokens to "
                 f"{self.window_tokens // 2} at most"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_context(self) -> Self:
+        if 0 < self.context_tokens < self.shingle_tokens:
+            raise ValueError(
+                f"has context_tokens={self.context_tokens} and shingle_tokens="
+                f"{self.shingle_tokens}, so that no left context would be compared: set "
+                f"context_tokens to {self.shingle_tokens} at least, or to 0"
             )
         return self
 

@@ -188,7 +188,7 @@ def explain(
             "nothing, and nothing explains it; leave it away to see what would be found"
         )
     left_out = ("stream", "stream_options", "max_completion_tokens", "min_tokens")
-    options = {"segreuse_explain": True} | ({} if reuse else {"segreuse_observe": True})
+    options = {"segreuse_explain": True, "segreuse_observe": not reuse}
     asked = {
         **{key: value for key, value in body.items() if key not in left_out},
         "max_tokens": 1,

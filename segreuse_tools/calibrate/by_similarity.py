@@ -71,7 +71,8 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
     similarity = kept.pop("similarity", None) or {}  # a file may say `similarity: null`
     windows = {key: it for key, it in similarity.items() if key not in FITTED}
     start = {name: kept[name] for name in RequestOptions.model_fields if name in kept}
-    start |= {"max_provenance_depth": 0, "similarity": windows | coordinate_search.reserved(cuts)}
+    start |= {"max_provenance_depth": 0, "observe": False}
+    start["similarity"] = windows | coordinate_search.reserved(cuts)
     stream = _Stream(_start(model.args, start), asked)
 
     def tried(options: Sequence[Options]) -> list[Setting]:

@@ -9,6 +9,7 @@ copied tokens have no exact names, and donate only where every token of them was
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
@@ -35,7 +36,7 @@ class Sent(NamedTuple):
     Attributes:
         tokens: int32 `[tokens]`.
         hashes: of every window of a block's size.
-        names: of the full blocks: of their tokens and of all in front of them.
+        names: of the full blocks: of their tokens and of all in front of them, and of the salt.
         contexts: uint64 `[full blocks + 1]`, see `cache/contexts.py`.
         answer_tokens: that are generated behind it, and equal to nothing.
         namespace: in which segments are found; None: none are.
@@ -50,16 +51,27 @@ class Sent(NamedTuple):
 
     @classmethod
     def of(
-        cls, tokens: IntArray, block_size: int, answer_tokens: int, namespace: int | None = 0
+        cls,
+        tokens: IntArray,
+        block_size: int,
+        answer_tokens: int,
+        namespace: int | None = 0,
+        salt: str = "",
     ) -> Sent:
         """See the attributes."""
         hashes = window_hashes(tokens, block_size)
         of_blocks = hashes[::block_size]
         weights = _weights(len(of_blocks))
-        names = np.cumsum(of_blocks * weights, dtype=np.uint64)
+        names = np.cumsum(of_blocks * weights, dtype=np.uint64) + _number_of(salt)
         contexts = np.ones(len(of_blocks) + 1, np.uint64)  # the first block's: nothing is in front
         contexts[1:] = np.maximum(names, 2)
         return cls(tokens, hashes, names.tolist(), contexts, answer_tokens, namespace)
+
+
+def _number_of(salt: str) -> np.uint64:
+    """0 for none."""
+    digest = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little") if salt else 0)
 
 
 _weights_so_far = np.ones(1, np.uint64)

@@ -287,7 +287,9 @@ class Simulation:
         self.prompt_tokens += count
         self.lengths.add(count)
         self.has_components |= prompt.parts is not None
-        sent = Sent.of(prompt.tokens, setting.block_size, prompt.answer_tokens, prompt.namespace)
+        sent = Sent.of(
+            prompt.tokens, setting.block_size, prompt.answer_tokens, prompt.namespace, prompt.salt
+        )
         self.sessions.run(prompt.session if prompt.is_alone else None, sent)
         engine = self._router.choose(prompt)
         for size in (*self._sizes, *filter(None, self._tiered)):

@@ -30,8 +30,8 @@ MOST_SEQUENCES = 16_384
 
 _MOST_SEQUENCES_ENV = "VLLM_MAX_N_SEQUENCES"
 
-_SESSIONS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
-"""Fields of a body that name who asks, the best first."""
+_OTHER_SESSIONS = ("prompt_cache_key", "safety_identifier", "user")
+"""Fields of a body that name who asks where vLLM's own do not, the best first."""
 
 _TEXT_PARTS = {
     "text": "text",
@@ -70,7 +70,7 @@ class BodyPrompts:
         self._tokenizer = ChatTokenizer(find_model(model))
         self._extra_keys = tuple(extra_keys)
         self._left_out = left_out
-        self._namespaces: dict[tuple[str, ...], int] = {}
+        self._namespaces: dict[tuple[str, ...], int] = {}  # by salt and extra keys
         self.lines = LogLines(files_of(path))
 
     def prompts(self) -> Iterator[PromptTokens]:
@@ -95,7 +95,8 @@ class BodyPrompts:
             prompts = [
                 self._tokenizer.completion(where, it) for it in (given if several else [given])
             ]
-        namespace, session = self._namespace(where, body), _session(body)
+        salt, session = _salt(where, body), _session(body)
+        namespace = self._namespace(where, body, salt)
         documents = [part for text in texts for part in text.split("\n\n")]
         count = self._answer(where, line)
         for tokens in prompts:
@@ -103,10 +104,12 @@ class BodyPrompts:
                 raise LogError(f"{where} has no tokens")
             for _ in range(_sequences(where, body)):
                 yield PromptTokens(
-                    *(tokens, count, session, documents, namespace), is_alone=len(prompts) == 1
+                    *(tokens, count, session, documents, namespace),
+                    is_alone=len(prompts) == 1,
+                    salt=salt,
                 )
 
-    def _namespace(self, where: str, body: Mapping[str, Any]) -> int | None:
+    def _namespace(self, where: str, body: Mapping[str, Any], salt: str) -> int | None:
         xargs = body.get("vllm_xargs")
         given = body.get(EXTRA_KEYS) or (isinstance(xargs, dict) and xargs.get(EXTRA_KEYS))
         keys = given or self._extra_keys
@@ -115,7 +118,9 @@ class BodyPrompts:
         is_list = isinstance(keys, list | tuple)
         if not is_list or not all(isinstance(key, str) and key for key in keys):
             raise LogError(f"{where}: {EXTRA_KEYS} must be names, got {given!r}")
-        return self._namespaces.setdefault(tuple(keys), len(self._namespaces)) if keys else None
+        if not keys:
+            return None
+        return self._namespaces.setdefault((salt, *keys), len(self._namespaces))
 
     def _answer(self, where: str, line: Logged) -> int:
         if line.answer is not None:
@@ -315,8 +320,18 @@ def _called(call: Any) -> Any:
 
 
 def _session(body: Mapping[str, Any]) -> str | None:
-    found = (body.get(name) for name in _SESSIONS)
+    xargs = body.get("vllm_xargs")
+    own = xargs.get("session_id") if isinstance(xargs, dict) else None
+    found = (body.get("session_id"), own, *(body.get(name) for name in _OTHER_SESSIONS))
     return next((it for it in found if isinstance(it, str) and it), None)  # "" names nobody
+
+
+def _salt(where: str, body: Mapping[str, Any]) -> str:
+    """Of vLLM's prefix cache; "": none."""
+    found = body.get("cache_salt")
+    if found is not None and not (isinstance(found, str) and found):
+        raise LogError(f"{where}: cache_salt must be a text that is not empty, or be omitted")
+    return found or ""
 
 
 def _sequences(where: str, body: Mapping[str, Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ class Asked:
         time_s: see `Logged`.
         extra_args: of vLLM's `SamplingParams`: extra keys and our options.
         cache_salt, priority, prompt_logprobs: as in the body.
+        session_id: the same; None: nothing says which prompt it continues.
     """
 
     where: str
@@ -62,6 +63,7 @@ class Asked:
     cache_salt: str | None
     priority: int
     prompt_logprobs: int | None
+    session_id: str | None
 
 
 class Renderer:
@@ -144,6 +146,7 @@ class Renderer:
             extra_args = dict(params.extra_args or {})
             self._check_options(logged, extra_args)
             extra_args.pop(f"{OPTION_PREFIX}observe", None)  # what would be is asked here
+            session_id = _session_id(logged.body, extra_args)
             for _ in range(params.n):
                 yield Asked(
                     logged.where,
@@ -154,6 +157,7 @@ class Renderer:
                     request.cache_salt,
                     request.priority,
                     params.prompt_logprobs,
+                    session_id,
                 )
 
     def _check(self, request: Any) -> None:
@@ -208,6 +212,13 @@ def _serving(vllm_config: VllmConfig, args: Namespace) -> tuple[ServingRender, A
         raise InputError(f"vLLM refuses options of its server: {_one_line(error)}") from None
     models = OpenAIModelRegistry(model, [BaseModelPath(name=model.model, model_path=model.model)])
     return ServingRender(models, online), renderer
+
+
+def _session_id(*found_in: Mapping[str, Any]) -> str | None:
+    """As a server finds it (`entrypoints/generate/base/serving.py`), but for a header, which is in
+    no body."""
+    found = (it.get("session_id") for it in found_in)
+    return next((it for it in found if isinstance(it, str) and it), None)
 
 
 def _has_extra_keys(body: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ class PromptTokens(NamedTuple):
         parts: of which a trace says that it is made; None: it is text.
         time_s: when it was sent; None: not known.
         is_alone: whether its request has no other prompts: those of one are no turns of each other.
+        salt: what separates all that is cached of it from prompts of other salts; "": nothing.
     """
 
     tokens: IntArray
@@ -35,6 +36,7 @@ class PromptTokens(NamedTuple):
     parts: tuple[PromptPart, ...] | None = None
     time_s: float | None = None
     is_alone: bool = True
+    salt: str = ""
 
 
 def of_trace(trace: Trace) -> Iterator[PromptTokens]:

@@ -164,6 +164,7 @@ class _Run:
             params,
             cache_salt=one.cache_salt,
             priority=one.priority,
+            session_id=one.session_id,
             arrival_time=float(index),
         )
         self.live[request.request_id] = request

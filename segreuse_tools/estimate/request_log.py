@@ -65,7 +65,7 @@ class LeftOut:
         found = self._reasons.setdefault(_VALUES.sub("", reason), Reason(reason))
         found.requests += 1
         if len(found.lines) < FIRST_LINES:
-            found.lines.append(int(where.rpartition(" ")[2]))
+            found.lines.append(int(_LINE.findall(where)[-1]))
 
     def refuse(self, where: str, error: LogError) -> None:
         """A server would refuse a line.
@@ -80,6 +80,9 @@ class LeftOut:
 
 FIRST_LINES = 5
 """Numbers of lines that are kept for each reason."""
+
+_LINE = re.compile(r", line (\d+)")
+"""Where a line is. It may hold several requests, whose numbers stand behind it."""
 
 _VALUES = re.compile(r"""\d+|'[^']*'|"[^"]*\"""")
 """What differs between lines that are refused for one reason."""

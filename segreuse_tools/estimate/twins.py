@@ -52,6 +52,7 @@ class Arm:
         changed = {
             "policy": self.policy or self.config.policy,
             "enabled": True,
+            "observe": False,
             "audit": AuditOptions(),
             "tier": None,
             "knowledge_path": None,

@@ -53,7 +53,12 @@ def test_numbers_are_taken_within_their_range_only(option: str) -> None:
         ({"classes": {str(i): str(i) for i in range(33)}}, "must name 32 classes at most"),
         ({"on_drift": "stop"}, "must be report or fallback"),
         ({"share": 1, "on_drift": "fallback"}, "on_drift: fallback without max_kl"),
+        (
+            {"share": 1, "max_kl": 0.1, "on_drift": "fallback", "recover_s": 0},
+            "has on_drift: fallback and recover_s: 0, so that no request falls back",
+        ),
         ({"max_kl": 0.1}, "audits nothing"),
+        ({"share": 1, "max_wait_s": 0}, "has max_wait_s: 0, so that every audit is dropped"),
         ({"window": 9}, "min_audits above window"),
         ({"fallback": "none"}, "must be full, or a mapping"),
         ({"fallback": {}}, "must be full, or a mapping"),

@@ -215,6 +215,7 @@ def test_options_that_are_given_are_kept_and_those_that_are_fitted_are_not(
     given = {
         "policy": "epic",
         "recompute_ratio": 0.2,
+        "observe": True,
         "knowledge_path": "knowledge.sqlite",
         "similarity": {"stride_tokens": 16, "halo_tokens": 4},
     }
@@ -226,11 +227,13 @@ def test_options_that_are_given_are_kept_and_those_that_are_fitted_are_not(
     assert written == {
         "policy": "epic",
         "recompute_ratio": 0.2,
+        "observe": True,
         "similarity": {"stride_tokens": 16, "threshold": 0.5},
     }
     SegReuseConfig.from_yaml(out)
     assert "knowledge_path" not in model.started, "its file is the server's"
     assert model.started["policy"] == "epic"
+    assert model.started["observe"] is False, "of requests that only observe nothing is measured"
     assert model.started["max_provenance_depth"] == 0
     assert model.started["similarity"]["stride_tokens"] == 16
     assert model.started["similarity"]["w_exact"] == {"2": 0, "4": 0, "6": 0}

@@ -2,6 +2,7 @@
 """`vllm-segreuse estimate`: what it prints, and its exit status."""
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import fields
@@ -66,11 +67,14 @@ def test_a_slice_of_the_log_is_replayed(rows: Any, run: Any) -> None:
 
 
 def test_the_table_has_prefix_caching_and_every_policy(run: Any) -> None:
-    status, out, _ = run(logs.bodies(12), *KEYS)
+    bodies = logs.bodies(12)
+    passage, question = bodies[0]["prompt"].split("\n\n")[0], logs.words(random.Random(1), 150)
+    little_found = BODY | {"prompt": f"Anew: {passage}\n\n{question}"}  # and much is read twice
+    status, out, _ = run([*bodies, little_found], *KEYS)
     assert status == 0
     lines = out.splitlines()
-    assert lines[0].startswith("log       12 requests, ")
-    assert lines[0].endswith(", 12 with extra keys, 1 namespace")
+    assert lines[0].startswith("log       13 requests, ")
+    assert lines[0].endswith(", 13 with extra keys, 1 namespace")
     assert "blocks of 16 tokens (" in lines[2]
     assert lines[2].endswith(": as large as the log needs")
     table = [line.split("  ")[0] for line in lines[5 : 6 + len(POLICIES)]]
@@ -100,6 +104,25 @@ def test_segments_are_found_where_prefix_caching_finds_nothing(rows: Any) -> Non
     assert focus["is_planned"]
     assert 0 < focus["recomputed_tokens"] < focus["reused_tokens"]
     assert shift["reusing_requests"] + sum(shift["bypassed"].values()) == 30
+
+
+def test_prompts_of_other_sessions_are_no_later_turns(rows: Any) -> None:
+    text = logs.words(random.Random(3), 150)
+    prompts = [text + " again" * number for number in range(24)] + [f"Anew: {text}"]
+
+    def reusing(session: Any) -> int:
+        """Requests that reuse though later turns would lose; all but the last grow."""
+        lines = []
+        for number, prompt in enumerate(prompts):
+            body, xargs = session(f"session {number}")
+            xargs = {"segreuse_weigh_turns": 1} | xargs
+            lines.append(BODY | {"prompt": prompt, "vllm_xargs": xargs} | body)
+        _, by_policy = rows(lines, *KEYS, "--policy", "focus")
+        return int(by_policy["focus"]["reusing_requests"])
+
+    assert reusing(lambda name: ({}, {})) == 0, "each goes on with the one before"
+    assert reusing(lambda name: ({"session_id": name}, {})) == 1
+    assert reusing(lambda name: ({}, {"session_id": name})) == 1
 
 
 def test_policies_that_share_a_replay_have_the_rows_of_their_own(
@@ -315,9 +338,10 @@ def test_a_body_becomes_what_the_engine_gets() -> None:
 def test_options_of_reuse_and_of_requests_count(rows: Any, tmp_path: Path) -> None:
     file = tmp_path / "reuse.yaml"
     options = (*KEYS, "--policy", "shift")
-    file.write_text("enabled: observe\n")
-    _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
-    assert by_policy["shift"]["reusing_requests"] > 5, "as if it were switched on"
+    for observes in ("enabled: observe\n", "observe: true\n"):
+        file.write_text(observes)
+        _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
+        assert by_policy["shift"]["reusing_requests"] > 5, "as if it were switched on"
     file.write_text("min_reused_tokens: 100000\n")
     _, by_policy = rows(logs.bodies(8), *options, "--config", str(file))
     assert by_policy["shift"]["bypassed"] == {"too_few_tokens": 8}

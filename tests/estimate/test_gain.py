@@ -211,6 +211,20 @@ def test_a_prefix_is_found_by_whole_blocks_and_never_the_last_token() -> None:
     assert cache.run(sent(*passages(1), PromptPart(8, 300))).prefix_tokens == 12 * 16
 
 
+def test_nothing_is_found_of_prompts_with_another_salt() -> None:
+    ordered = (SYSTEM, *passages(1, 2), question(0)), (SYSTEM, *passages(2, 1), question(1))
+    first, other = (prompt(*parts) for parts in ordered)
+    shares = []
+    for salt, namespace in (("", 0), ("a", 1)):
+        salted = other._replace(salt=salt, namespace=namespace)
+        (row,) = simulated([first, salted, salted], 10_000, policies=("shift",))
+        shares.append((row.prefix_share, row.any_position_share))
+    (_, whole), (prefix, anywhere) = shares
+    once = 29 * 16 / (3 * 478)  # whole blocks of the second prompt, as it comes again
+    assert (prefix, anywhere) == pytest.approx((once, once))
+    assert whole > 1.5 * anywhere
+
+
 def test_short_matches_are_not_reused() -> None:
     cache = cached(1000)
     cache.run(sent(*passages(1, tokens=120), question(1)))

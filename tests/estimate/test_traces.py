@@ -305,20 +305,29 @@ def test_a_bad_request_of_a_conversation_is_named(tmp_path: Path) -> None:
     found, left_out, _ = read(write_weka(tmp_path / "c.json", *turns))
     assert len(found) == 2
     assert {why for _, why in reasons(left_out)} == {
-        "t=3.0 is before that of the one in front (of the conversation c)",
-        "has no hash_ids (of the conversation c)",
+        "t=3.0 is before that of the one in front (request 2 of the conversation 'c')",
+        "has no hash_ids (request 3 of the conversation 'c')",
     }
+    assert [reason.lines for reason in left_out.reasons] == [[1], [1]], "both are in one line"
     wrong = write_weka(tmp_path / "d.json", turn(0, 64, [1]), block_size="x")
     assert reasons(read(wrong)[1]) == [(1, "block_size='x' must be a number of tokens")]
     wrong = write_weka(tmp_path / "e.json", turn(0, 64, [1]), block_size=0)
     assert reasons(read(wrong)[1]) == [(1, "block_size=0 must be a number of tokens")]
 
 
+def test_bad_requests_of_several_conversations_are_counted_by_the_reason(tmp_path: Path) -> None:
+    for name in ("ab", "cd"):
+        write_weka(tmp_path / f"{name}.json", turn(0, 64, [1]), {"in": 5}, id=name)
+    found, left_out, _ = read(tmp_path)
+    assert len(found) == 2
+    assert reasons(left_out) == [(2, "has no hash_ids (request 2 of the conversation 'ab')")]
+
+
 def test_requests_of_a_conversation_may_have_one_time_or_none(tmp_path: Path) -> None:
     turns = [turn(9, 64, [1]), {"in": 64, "hash_ids": [1]}, turn(9, 64, [1]), turn(8, 64, [1])]
     found, left_out, _ = read(write_weka(tmp_path / "c.json", *turns))
     assert [request.time_s for request in found] == [9, None, 9]
-    why = "t=8.0 is before that of the one in front (of the conversation c)"
+    why = "t=8.0 is before that of the one in front (request 4 of the conversation 'c')"
     assert reasons(left_out) == [(1, why)]
 
 

@@ -392,6 +392,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"prompt": "a", "n": "x"}, "n must be at least 1, got 'x'"),
         ({"prompt": "a", "n": 10**9}, "n must be at most 16384 (VLLM_MAX_N_SEQUENCES), got 10"),
         ({"prompt": "a", "n": 2, "temperature": 0}, "n must be 1 with temperature=0, got 2"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a text that is not empty"),
+        ({"prompt": "a", "cache_salt": 7}, "cache_salt must be a text that is not empty"),
         ({"prompt": "a", "extra_keys": [7]}, "extra_keys must be names, got [7]"),
         ({"prompt": "a", "extra_keys": 7}, "extra_keys must be names, got 7"),
         ({"prompt": "a", "vllm_xargs": {"extra_keys": True}}, "extra_keys must be names, got True"),
@@ -557,8 +559,15 @@ def test_prompts_have_the_session_the_documents_and_the_namespace_of_their_body(
     lines += [text | {"extra_keys": ["a", "b"]}, text | {"extra_keys": "a"} | xargs]
     found = prompts_of(tmp_path, *lines)
     assert [it.session for it in found] == [None, "s", "u", None, None, None, None]
+    passed_on = {"vllm_xargs": {"session_id": "x"}, "user": "u"}
+    vllms = [text | passed_on, text | passed_on | both, text | {"vllm_xargs": 7, "user": "u"}]
+    assert [it.session for it in prompts_of(tmp_path, *vllms)] == ["x", "s", "u"]
     unnamed = [text | {"session_id": "", "user": user} for user in ("", "u")]
     assert [it.session for it in prompts_of(tmp_path, *unnamed)] == [None, "u"]
+    salted = [text | {"cache_salt": salt} | xargs for salt in ("a", "b", "a", None)]
+    found_by_salt = prompts_of(tmp_path, *salted)
+    assert [it.salt for it in found_by_salt] == ["a", "b", "a", ""]
+    assert [it.namespace for it in found_by_salt] == [0, 1, 0, 2]
     assert {tuple(it.documents) for it in found} == {("one", "two")}
     assert [it.namespace for it in found] == [None, None, None, None, 0, 0, 1]
     assert [it.namespace for it in prompts_of(tmp_path, *lines, keys=("a",))] == [

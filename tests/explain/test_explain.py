@@ -112,10 +112,11 @@ def test_one_token_is_asked_for_and_nothing_approximate_is_computed(server: Serv
         "vllm_xargs": options,
     }
     assert found.stretches == STRETCHES
-    explain(server.client(), BODY, reuse=True)
-    assert [body["vllm_xargs"] for path, body in server.sent if path == route][1] == {
-        "segreuse_explain": True
-    }
+    reusing = {"segreuse_explain": True, "segreuse_observe": False}
+    for body in (BODY, BODY | {"vllm_xargs": {"segreuse_observe": True}}):
+        explain(server.client(), body, reuse=True)
+        sent = [body["vllm_xargs"] for path, body in server.sent if path == route][-1]
+        assert sent == reusing, "whatever the request or the server's options say"
 
 
 def test_messages_go_to_the_chat_route(server: Server) -> None:
@@ -380,7 +381,8 @@ def test_the_server_and_the_key_are_those_that_are_given(
 
 def test_reuse_is_computed_where_that_is_asked_for(answered: Server, request_file: Path) -> None:
     assert cli.main([str(request_file), "--reuse"]) == 0
-    assert answered.sent[0][1]["vllm_xargs"] == {"segreuse_explain": True}
+    reusing = {"segreuse_explain": True, "segreuse_observe": False}
+    assert answered.sent[0][1]["vllm_xargs"] == reusing
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])

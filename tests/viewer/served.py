@@ -60,7 +60,7 @@ def viewer_app(keeps_text: bool = False, servers: int = 1) -> FastAPI:
         if body["prompt"] == "refused":
             return JSONResponse({"error": {"message": "no <model> m"}}, 404)
         report = REPORT
-        if "segreuse_observe" in body["vllm_xargs"]:
+        if body["vllm_xargs"]["segreuse_observe"]:
             found = {"bypass_reason": "observed", "observed": REPORT}
             unknown = [each | {"recomputed": None} for each in STRETCHES]
             report = REPORT | found | {"explain": unknown}

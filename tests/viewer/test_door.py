@@ -292,7 +292,8 @@ def test_a_pasted_request_goes_in_as_a_clients_would(known: TestClient, app: Fas
     assert body["max_tokens"] == 1
     assert "client's" not in shown.text.replace("&#39;", "'")
     known.post(f"{UI}/explain", data={"form_key": key, "body": BODY, "reuse": "on"})
-    assert app.state.sent[1][1]["vllm_xargs"] == {"segreuse_explain": True}
+    reusing = {"segreuse_explain": True, "segreuse_observe": False}
+    assert app.state.sent[1][1]["vllm_xargs"] == reusing
     assert "authorization" not in app.state.sent[1][0]
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from segreuse_tools.estimate.request_log import LogError
 from segreuse_tools.estimate.traces.request import Kind, PromptPart, TraceRequest
+from vllm_segreuse.options.values import short_repr
 
 
 class Format(StrEnum):
@@ -137,7 +138,8 @@ class Weka:
                     raise LogError(f"{here}: t={found.time_s} is before that of the one in front")
             except LogError as error:
                 why = str(error).removeprefix(here).lstrip(": ")
-                yield Unread(here, LogError(f"{here}: {why} (of the conversation {session})"))
+                which = f"request {number} of the conversation {short_repr(session)}"
+                yield Unread(here, LogError(f"{here}: {why} ({which})"))
                 continue
             before = before if found.time_s is None else found.time_s
             yield found
