@@ -2,6 +2,8 @@
 """Plans whose layers have several block tables are laid out, and copied, as by each table alone."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +11,13 @@ import torch
 
 from tests.prefill.test_batch import CPU, by_hand, plans
 from tests.prefill.tiny import CHANNELS, KV_HEADS, LAYOUT, SIZE
+from vllm_segreuse.kernels import reference
 from vllm_segreuse.kernels.pages import flat_pages
+from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.plan import OtherTable, Pieces, ReusePlan
-from vllm_segreuse.prefill.align import token_copies
+from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.batch import Batch
+from vllm_segreuse.prefill.executor import SparsePrefill
 from vllm_segreuse.prefill.tables import BlockTables
 
 TABLES = ([17, 13, 15, 11], [19, 18, 12], [14]), ([27, 23, 25, 21], [29, 28, 22], [24])
@@ -88,3 +93,31 @@ def test_copies_read_and_write_in_one_table(table: int) -> None:
     assert found.source_slots.tolist() == expected.source_slots.tolist()
     assert found.target_slots.tolist() == expected.target_slots.tolist()
     assert found.deltas.tolist() == expected.deltas.tolist()
+
+
+def test_in_full_only_its_own_slots_are_cleared_in_the_table_of_each_layer() -> None:
+    """Those of a draft, which shares the first table, too. What begins within a block leaves what
+    is in front of it, and what is behind its suffix."""
+    kernels: Any = SimpleNamespace(align=reference.align, store=reference.store)
+    layers = []
+    for table in (0, 1, 2, 0):
+        cache = torch.randn(32, 2, KV_HEADS, SIZE, CHANNELS)
+        attention: Any = SimpleNamespace(kv_cache=cache, kv_cache_dtype="auto")
+        layers.append(LayerKv(attention, LAYOUT, None, kernels, table=table))
+    *own, _ = layers
+    runner: Any = SimpleNamespace(
+        known=own,
+        layouts=[LAYOUT] * len(own),
+        stack=SimpleNamespace(attention=[layer.attention for layer in own]),
+        stage=SimpleNamespace(first=0),
+        states=None,
+    )
+    expected = [layer.attention.kv_cache.clone() for layer in layers]
+    for layer, cache in zip(layers, expected, strict=True):
+        for *_, slot in by_hand(alone(layer.table)):
+            layer.attention.kv_cache[slot // SIZE, :, :, slot % SIZE] = torch.nan
+            cache[slot // SIZE, :, :, slot % SIZE] = 0
+    prefill = SparsePrefill(runner, Aligner(layers))
+    prefill.prepare([plan.without_copies() for plan in several()], apart=True)
+    for layer, cache in zip(layers, expected, strict=True):
+        assert torch.equal(layer.attention.kv_cache, cache)

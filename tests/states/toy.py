@@ -19,6 +19,7 @@ from segreuse_extras.states.messages import CaptureOrder, Placed, PlanStates
 from segreuse_extras.states.prefill import StatesPrefill
 from tests.states.test_capture import CHANNELS, HEADS, INPUTS, delta_rule, layer_like
 from vllm_segreuse.compat.gdn_attention import Scan
+from vllm_segreuse.kernels.pages import Part, TiledStrides
 from vllm_segreuse.plan import Pieces, Recipe, ReusePlan
 from vllm_segreuse.prefill.align import TokenCopies
 from vllm_segreuse.prefill.executor import PassReport
@@ -28,6 +29,14 @@ BLOCK, BLOCKS, VOCABULARY = 8, 64, 50
 RUNNING, BEFORE = 2, 3
 """Blocks of the states, and of those in front of a plan behind a prefix hit."""
 REQUEST = "request"
+
+
+def half(number: int) -> TiledStrides:
+    """Keys (0) or values (1) of a page `[BLOCK, 2, HEADS, CHANNELS]`."""
+    token = 2 * HEADS * CHANNELS
+    offset = number * HEADS * CHANNELS
+    shape = (HEADS, BLOCK, CHANNELS)
+    return TiledStrides(shape, offset, CHANNELS, BLOCK, 0, token, CHANNELS, 0, 1)
 
 
 class Attending:
@@ -107,13 +116,16 @@ class Toy:
         kv: list[Any] = [
             SimpleNamespace(
                 attention=layer,
-                pages=layer.slots,
+                pages=layer.kv_cache.flatten(1),
+                parts=[Part(half(number), None) for number in range(2)],
+                table=0,
                 layout=SimpleNamespace(attended=None),
                 kernels=SimpleNamespace(token_scores=token_scores),
                 softmax=dict,
             )
             for layer in self.attention
         ]
+        self.layers = kv
         given: Any = (self, self.states, self.rows, kv, self, self.captures, max_tokens)
         self.prefill = StatesPrefill(*given)
 
@@ -208,7 +220,8 @@ def token_scores(
 ) -> torch.Tensor:
     """As `reference.token_scores`, of the toy's pages."""
     at = torch.arange(num_tokens)
-    seen = pages[blocks[at // BLOCK].long() * BLOCK + at % BLOCK, 0]
+    keys_and_values = pages.view(-1, 2, HEADS, CHANNELS)
+    seen = keys_and_values[blocks[at // BLOCK].long() * BLOCK + at % BLOCK, 0]
     scores = torch.einsum("qhd,khd->qhk", query, seen) * scale
     sees = at <= positions[:, None, None]
     return scores.masked_fill(~sees, float("-inf")).softmax(-1).sum((0, 1))

@@ -190,9 +190,9 @@ class SparsePrefill:
         )
 
     def _clear(self, batch: Batch) -> None:
-        """The slots of what is computed: vLLM's kernel for CPUs reads a block to its end, and what
-        is no number stays that, also with a weight of zero."""
-        for layer in self.runner.known:
+        """The slots of what is computed, of a draft, too: vLLM's kernel for CPUs reads a block to
+        its end, and what is no number stays that, also with a weight of zero."""
+        for layer in self.aligner.layers:
             slots = batch.slots(batch.always.device, layer.table)
             for part in layer.parts:
                 heads, _, channels = part.strides.shape
