@@ -57,6 +57,7 @@ def vllm_config(llama: Any, **options: Any) -> Any:
         ),
         speculative_config=None,
         lora_config=None,
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
         kv_transfer_config=kv_transfer_config(**options),
     )
 

@@ -38,7 +38,7 @@ def kv_cache(*specs: Any, hash_block_size: int | None = None) -> KVCacheConfig:
 def test_one_group_of_full_attention_is_supported(hash_block_size: int | None) -> None:
     found = segment_group(kv_cache(FULL, hash_block_size=hash_block_size))
     assert found == KvGroup(0, {"layer 0": FULL}, 16, tables={"layer 0": 0})
-    assert found.layer_names == ["layer 0"]
+    assert [*found.specs] == ["layer 0"]
     assert found.of(([3, 1, 2],)) == [3, 1, 2]
 
 

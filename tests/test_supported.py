@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 from vllm.config import CacheConfig, LoRAConfig, ParallelConfig, SpeculativeConfig
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.config.cache import CacheDType
 
 from tests.prefill.loaded import model_config, refused
@@ -46,6 +47,7 @@ def config(
     text: dict[str, Any] | None = None,
     speculative: str | dict[str, Any] | None = None,
     lora: LoRAConfig | None = None,
+    experts: bool = False,
 ) -> Any:
     """vLLM's defaults, and what differs from them."""
     model = dict(model or {})
@@ -58,6 +60,7 @@ def config(
         parallel_config=Changed(ParallelConfig(), parallel or {}),
         speculative_config=method,
         lora_config=lora,
+        aux_output_config=AuxOutputConfig(enable_return_routed_experts=experts),
     )
 
 
@@ -327,6 +330,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "LoRA adapts the vision tower, too; remove --enable-tower-connector-lora",
     ),
     ({"parallel": {"use_ubatching": True}}, "micro-batching is on; remove --enable-dbo"),
+    (
+        {"experts": True},
+        "vLLM knows no experts of reused tokens; remove --enable-return-routed-experts",
+    ),
     (
         {"cache": {"kv_sharing_fast_prefill": True}},
         "vLLM would run layers that share the KV of others in a part of the model of its own, on a "

@@ -47,11 +47,6 @@ def _faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             "beside cannot be combined with --enable-sleep-mode in vLLM 0.32, whose connectors do "
             "not follow the KV cache when it is mapped anew: remove it, or install vLLM 0.33",
         ),
-        (
-            vllm_config.aux_output_config.enable_return_routed_experts,
-            "beside cannot be combined with --enable-return-routed-experts, which vLLM does not "
-            "transfer: remove one of them",
-        ),
     ]
 
 

@@ -161,7 +161,7 @@ def test_of_many_tokens_a_few_are_compared(monkeypatch: pytest.MonkeyPatch) -> N
         return page_tokens.pick_tokens(pages, strides, slots)
 
     monkeypatch.setattr(module, "pick_tokens", pick)
-    monkeypatch.setattr(module, "TOKENS", 2)
+    monkeypatch.setattr(module, "COMPARED_TOKENS", 2)
     World(monkeypatch).prefill.run(pair(LATE))
     assert read == [4] * (2 * LAYERS // 2), "two of each plan, before and after, at two layers"
 

@@ -196,7 +196,6 @@ def vllm_config(role: str, **given: Any) -> Any:
         kv_transfer_config=KVTransferConfig(kv_connector="c", kv_role=role),
         model_config=model,
         scheduler_config=SimpleNamespace(policy=given.get("policy", "fcfs")),
-        aux_output_config=SimpleNamespace(enable_return_routed_experts=given.get("experts", False)),
         max_concurrent_batches=given.get("batches", 1),
     )
 
@@ -243,8 +242,6 @@ def test_what_they_cannot_overwrite_is_not(role: str) -> None:
 
 @pytest.mark.parametrize("role", ["kv_producer", *RECEIVERS])
 def test_what_no_engine_can_have_is_refused(role: str) -> None:
-    with pytest.raises(RefusedError, match="routed-experts"):
-        refusals.check(vllm_config(role, experts=True), options())
     if hasattr(KVConnectorBase_V1, "restore_kv_caches"):
         refusals.check(vllm_config(role, sleeps=True), options())
     else:

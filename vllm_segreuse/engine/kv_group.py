@@ -62,11 +62,6 @@ class KvGroup:
         return not self.others and not self.states
 
     @property
-    def layer_names(self) -> list[str]:
-        """vLLM's names of its attention layers, and the others'."""
-        return list(self.specs)
-
-    @property
     def num_tables(self) -> int:
         """Block tables of a request."""
         return 1 + len(self.others)

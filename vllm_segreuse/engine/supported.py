@@ -301,6 +301,10 @@ def _engine_faults(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (parallel.enable_eplb, "expert load balancing is on; remove --enable-eplb"),
         (parallel.use_ubatching, "micro-batching is on; remove --enable-dbo"),
+        (
+            vllm_config.aux_output_config.enable_return_routed_experts,
+            "vLLM knows no experts of reused tokens; remove --enable-return-routed-experts",
+        ),
     ]
 
 
@@ -321,7 +325,6 @@ def _draft_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bo
                 f"{', '.join((*DRAFTS, *NO_KV))}, or none",
             )
         ]
-    state_cuts = bool(cuts) and method != "draft_model"
     return [
         (
             speculative.parallel_drafting,
@@ -359,7 +362,7 @@ def _draft_faults(cuts: Sequence[int], vllm_config: VllmConfig) -> list[tuple[bo
             f"{by} with an fp8 KV cache is not proven; use --kv-cache-dtype auto, or ngram",
         ),
         (
-            state_cuts,
+            bool(cuts) and method != "draft_model",
             f"similarity.w_exact beside {by} is not proven: both are given hidden states; remove "
             "one of them",
         ),

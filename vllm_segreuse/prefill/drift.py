@@ -25,7 +25,6 @@ from vllm_segreuse.prefill.tokens import upload
 
 LAYERS = 4
 PER_TOKENS = 100
-TOKENS = COMPARED_TOKENS
 """Most chosen tokens of a plan that are compared, evenly spaced."""
 _SMALLEST_NORM = 1e-6
 
@@ -81,7 +80,7 @@ class MovedValues:
     def __init__(self, layers: LayerRunner, batch: Batch, choice: Choice) -> None:
         self._layers, self._batch, self._chosen = layers, batch, choice.counts
         parts = choice.chosen.split(choice.counts)
-        steps = [max(1, -(-count // TOKENS)) for count in choice.counts]
+        steps = [max(1, -(-count // COMPARED_TOKENS)) for count in choice.counts]
         sample = [part[::step] for part, step in zip(parts, steps, strict=True)]
         self._counts = [part.numel() for part in sample]
         self._sample = torch.cat(sample)

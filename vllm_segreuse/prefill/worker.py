@@ -116,9 +116,8 @@ class WorkerSide:
         """
         self.backlog.drop(called_back)
         over = self.backlog.drop(ended)
-        dropped = [*called_back, *ended]
         for feature in self.features:
-            feature.drop_plans(dropped)
+            feature.drop_plans([*called_back, *ended])
         done = self.backlog.advance()
         for request_id, report in done.items():
             self._ended([request_id], report)
