@@ -3,6 +3,7 @@
 in full if it meets NaN or infinity."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from vllm_segreuse.plan import (
     Stock,
 )
 from vllm_segreuse.prefill import executor
+from vllm_segreuse.prefill.carried import carries
 from vllm_segreuse.prefill.chunks import Chunks, finish
 from vllm_segreuse.prefill.executor import PassReport
 
@@ -358,6 +360,19 @@ def test_plans_of_all_programs_in_one_step_do_as_they_do_alone(
         alone = World(monkeypatch)
         alone.prefill.run([each])
         assert_equal(pages(together, each), pages(alone, each), atol=1e-4)
+
+
+def test_changes_of_a_prompt_of_text_are_carried_whatever_is_computed_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are not where there are images."""
+    world, (one, other) = World(monkeypatch), pair(RECIPES["carried"])
+    numbers = np.arange(one.start, one.written_until, dtype=np.int32)
+    with_images = replace(one, mrope_positions=np.stack((numbers, numbers, numbers)))
+    batches = world.prefill.prepare([with_images, other]).batches
+    names = [[plan.request_id for plan in batch.plans] for batch in batches]
+    assert names == [["one"], ["other"]]
+    assert [carries(world.layers, batch) for batch in batches] == [False, True]
 
 
 def test_nothing_is_computed_before_the_first_chunk_is_asked_for(

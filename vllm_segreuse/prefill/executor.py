@@ -200,10 +200,12 @@ class SparsePrefill:
                 write_tokens(layer.pages, part.strides, slots, zeros)
 
     def _batches(self, plans: list[ReusePlan], chunk_work: int | None) -> list[Batch]:
-        """Plans by what they share a pass with: their program, and their adapter."""
-        groups: dict[tuple[Program, int], list[ReusePlan]] = {}
+        """Plans by what they share a pass with: their program, their adapter, and whether they have
+        images, beside which nothing is carried (`carried.py`)."""
+        groups: dict[tuple[Program, int, bool], list[ReusePlan]] = {}
         for plan in plans:
-            groups.setdefault((plan.recipe.program, plan.lora_id), []).append(plan)
+            key = plan.recipe.program, plan.lora_id, plan.mrope_positions is None
+            groups.setdefault(key, []).append(plan)
         return [
             Batch(group, self._block_size, self._device, chunk_work) for group in groups.values()
         ]
