@@ -34,6 +34,24 @@ def test_an_error_about_a_request_costs_that_request_its_reuse(
     assert not parts_of(world.side).health.broken
 
 
+def test_an_error_over_the_index_keeps_features_from_no_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan is carried out, and some send along what it cannot be carried out without."""
+    world, heard = World(), list[Any]()
+    world.run(world.add(DOCUMENT))
+    conversations = parts_of(world.side).feature["conversations"]
+    request = world.add(PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.side.parts.donors, "index_prefix", failing)
+        patch.setattr(conversations, "allocated", heard.append)
+        world.run(request)
+    assert [admitted.tracked.plan for admitted in heard] == world.plans
+    assert world.report(request)["reused_tokens"] == len(DOCUMENT)
+    assert reuses(world) == len(DOCUMENT)
+    assert not parts_of(world.side).health.broken
+
+
 def test_an_error_at_the_end_of_a_step_ends_reuse_until_the_cache_is_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

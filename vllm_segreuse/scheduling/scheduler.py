@@ -148,7 +148,8 @@ class SchedulerSide:
         if others and tracked.plan is not None:
             tracked.plan.others = self._core.other_tables(tracked.plan, others)
         hit_blocks = block_ids[: report.prefix_tokens // self._core.block_size]
-        self.parts.donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
+        with self.errors.cost(request, "the index"):  # features hear of its plan all the same
+            self.parts.donors.index_prefix(tracked, request.all_token_ids, hit_blocks)
         is_first = not request.num_preemptions
         if is_first:  # counted when it was first admitted, like vLLM's own figures
             with self.errors.cost(request, "accounts"):
