@@ -25,7 +25,6 @@ from vllm_segreuse.prefill.tokens import upload
 
 LAYERS = 4
 PER_TOKENS = 100
-"""Most chosen tokens of a plan that are compared, evenly spaced."""
 _SMALLEST_NORM = 1e-6
 
 
