@@ -20,11 +20,11 @@ from segreuse_extras.states.messages import Placed, PlanStates
 from segreuse_extras.states.question import Question
 from segreuse_extras.states.rows import StateRows
 from segreuse_extras.states.stack import StateStack
+from vllm_segreuse.model.kv_format import typed_pages
 from vllm_segreuse.model.layer_kv import LayerKv
 from vllm_segreuse.plan import ModelLayers, PlanOutcome, ReusePlan
 from vllm_segreuse.prefill.align import Aligner, token_copies
 from vllm_segreuse.prefill.attention import watched
-from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.chunks import Chunks
 from vllm_segreuse.prefill.executor import PassReport, Prepared, SparsePrefill
 from vllm_segreuse.prefill.tokens import TokenTable, upload
@@ -149,13 +149,20 @@ class StatesPrefill(SparsePrefill):
             if not carried.finite:
                 not_finite.append(plan.request_id)
                 ended = plan.without_copies()
-                self._clear(Batch([ended], self._block_size, self._device))
+                self._clear_kv(ended)
                 carried = self.carry_out(ended)
             if ended.reports:
                 outcomes[plan.request_id] = carried.outcome(ended)
             yield plan.num_tokens * self._stack.num_layers
         seconds = time.perf_counter() - started
         return PassReport(prepared.seconds, seconds, not_finite, outcomes)
+
+    def _clear_kv(self, plan: ReusePlan) -> None:
+        """Of its own blocks, behind its last token, too: vLLM's kernel of CPUs reads a block to its
+        end, and no number stays no number, also with a weight of zero."""
+        blocks = plan.block_ids[plan.start // self._block_size :].tolist()
+        for layer in self.kv:
+            typed_pages(layer.attention)[blocks] = 0
 
     def carry_out(self, plan: ReusePlan) -> CarriedOut:
         """One plan, in one go or two; its KV is moved."""
