@@ -30,17 +30,9 @@ ANSWER_TOKENS = 64
 def needles(rng: Random, layout: Layout, measure: Measure, kind: str) -> Example:
     """Numbers hidden in text, some of which are asked for in one question."""
     count = max(2 * ASKED, layout.total)
-    names = [
-        f"{trait}-{thing}"
-        for trait, thing in zip(
-            rng.choices(text.TRAITS, k=count), rng.sample(text.THINGS, count), strict=True
-        )
-    ]
+    names = _names(rng, count)
     codes = text.numbers(rng, count)
-    facts = [
-        f"One of the special magic numbers for {name} is: {code}."
-        for name, code in zip(names, codes, strict=True)
-    ]
+    facts = list(map(_fact, names, codes))
     documents, others = split(_strewn(rng, facts, layout, measure))
     shown = [i for i, fact in enumerate(facts) if any(fact in document for document in documents)]
     asked = rng.sample(shown, ASKED)
@@ -59,22 +51,11 @@ def needles(rng: Random, layout: Layout, measure: Measure, kind: str) -> Example
 
 def values(rng: Random, layout: Layout, measure: Measure, kind: str) -> Example:
     """All numbers that one name has, which are told in different places; others have one each."""
-    names = [
-        f"{trait}-{thing}"
-        for trait, thing in zip(
-            rng.choices(text.TRAITS, k=layout.total + 1),
-            rng.sample(text.THINGS, layout.total + 1),
-            strict=True,
-        )
-    ]
+    asked, *names = _names(rng, 1 + layout.total)
     codes = text.numbers(rng, ASKED + layout.total)
-    inside = [
-        [f"One of the special magic numbers for {name} is: {code}."]
-        for name, code in zip(names[1:], codes[ASKED:], strict=True)
-    ]
+    inside = [[_fact(*one)] for one in zip(names, codes[ASKED:], strict=True)]
     for code in codes[:ASKED]:
-        where = rng.randrange(layout.count)
-        inside[where].append(f"One of the special magic numbers for {names[0]} is: {code}.")
+        inside[rng.randrange(layout.count)].append(_fact(asked, code))
     documents, others = split(
         [text.document(rng, facts, layout.tokens, measure) for facts in inside]
     )
@@ -83,7 +64,7 @@ def values(rng: Random, layout: Layout, measure: Measure, kind: str) -> Example:
         kind,
         documents,
         others,
-        f"What are all the special magic numbers for {names[0]} mentioned in the text above? "
+        f"What are all the special magic numbers for {asked} mentioned in the text above? "
         f"There are {ASKED}. Answer with the numbers only.",
         tuple(codes[:ASKED]),
         answer_tokens=ANSWER_TOKENS,
@@ -194,6 +175,16 @@ def _dealt(
 
 def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def _names(rng: Random, count: int) -> list[str]:
+    """Different names of two words."""
+    traits, things = rng.choices(text.TRAITS, k=count), rng.sample(text.THINGS, count)
+    return [f"{trait}-{thing}" for trait, thing in zip(traits, things, strict=True)]
+
+
+def _fact(name: str, code: str) -> str:
+    return f"One of the special magic numbers for {name} is: {code}."
 
 
 def _codes(rng: Random, count: int) -> list[str]:
