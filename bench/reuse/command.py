@@ -4,7 +4,7 @@
 The examples and donors of `bench english`, without an engine: full prefill, donors and the first
 reading are computed once for all leads of an example, so dozens of them cost seconds. Lengths of
 time mean nothing here; `tests/e2e/test_english.py` checks choice and divergence against the engine.
- Beside the file of `--json` each example is kept in a file of lines, and a second start goes
+Beside the file of `--json` each example is kept in a file of lines, and a second start goes
 on behind them. `BENCH_QUALITY_SEEDS=tuning` draws the examples on which policies are chosen.
 """
 
@@ -27,13 +27,13 @@ from bench.quality import seeds
 COLUMNS = (
     *("source", "share", "lead", "examples", "work", "first_kl", "kl_p90", "answer_kl"),
     *("counted", "over_full", "less_full_low", "less_full_high"),
-    *("answer_kl_less_focus", "answer_kl_less_focus_low", "answer_kl_less_focus_high"),
+    *("answer_kl_less_default", "answer_kl_less_default_low", "answer_kl_less_default_high"),
 )
 """Of a row, what is printed; its file has more."""
 SOURCES = "siblings,reversed,alone"
 LEADS = (
-    "shift,focus,prophet,norms,two-rounds,rollout,documents,each,evenly,beginnings,hidden,"
-    "further=.25,exact,foreseen"
+    "shift,default,focus,prophet,norms,two-rounds,rollout,documents,each,evenly,beginnings,hidden,"
+    "further=.25,exact,foreseen,helpers"
 )
 SHARES = "0.1,0.15,0.25"
 

@@ -2,8 +2,9 @@
 """Ways to recompute some of the moved tokens, by name: what is compared at equal work.
 
 Each is given the same first reading and a number of tokens, of which it may compute no more,
-counted as often as it computes them. `exact` and `foreseen` are bounds, which no server can have:
-they know full prefill.
+counted as often as it computes them. `default` is the policy `focus` as it is, and each other lead
+differs from it in one thing; but `shift`, and `focus`, which neither levels nor carries. `exact`,
+`foreseen` and `helpers` know full prefill, which no server does.
 """
 
 from __future__ import annotations
@@ -25,12 +26,30 @@ Lead = Callable[[Scene, int], Answered]
 """Answers a scene of which so many reused tokens are computed."""
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
+CARRIED = (FROM_THE_FRONT.values, FROM_THE_FRONT.keys, FROM_BEHIND.values, FROM_BEHIND.keys)
+"""Shares of the policy: see `carried`."""
 
 
 def focus_scores(scene: Scene, paid: torch.Tensor | None = None) -> torch.Tensor:
-    """Those of the policy: `[tokens]`. The last layer is not asked, as a pass does not run it."""
+    """Those of the policy before levelling: `[tokens]`. The last layer is not asked, as a pass does
+    not run it."""
     paid = scene.paid if paid is None else paid
     return paid[len(paid) // 2 : -1].sum((0, 2)).prod(0).sqrt()
+
+
+def levelled_scores(
+    scene: Scene, scores: torch.Tensor | None = None, power: float = LEVELLING
+) -> torch.Tensor:
+    """Scores over the mean of their document to this power, its first tokens left out of it."""
+    scores = (focus_scores(scene) if scores is None else scores).clone()
+    for first, stop in scene.asked.documents:
+        scores[first:stop] /= scores[first + BEGINNING : stop].mean() ** power
+    return scores
+
+
+def _recomputed(scene: Scene, chosen: torch.Tensor, further: float = 0.0) -> Answered:
+    """The policy's way to recompute these: changes are carried."""
+    return scene.answered(chosen, further=further, carry=carry_from(scene, chosen))
 
 
 def _shift(scene: Scene, number: int) -> Answered:
@@ -41,59 +60,84 @@ def _focus(scene: Scene, number: int) -> Answered:
     return scene.answered(scene.best(focus_scores(scene), number))
 
 
+def _default(scene: Scene, number: int) -> Answered:
+    return _recomputed(scene, scene.best(levelled_scores(scene), number))
+
+
 def _prophet(scene: Scene, number: int) -> Answered:
-    return scene.answered(scene.best(scene.paid[:, 0].sum((0, 1)), number))
+    scores = levelled_scores(scene, scene.paid[:, 0].sum((0, 1)))
+    return _recomputed(scene, scene.best(scores, number))
 
 
 def _norms(scene: Scene, number: int) -> Answered:
     """Attention times the norm of the value that it brings."""
-    norms = scene.kv.values[:, :, : len(scene.asked.tokens)].float().norm(dim=-1)
-    groups = scene.paid.shape[2] // norms.shape[1]
-    weighed = scene.paid * norms.repeat_interleave(groups, 1)[:, None]
-    return scene.answered(scene.best(focus_scores(scene, weighed), number))
+    weighed = _times(scene.paid, scene.kv.values[:, :, : len(scene.asked.tokens)])
+    scores = levelled_scores(scene, focus_scores(scene, weighed))
+    return _recomputed(scene, scene.best(scores, number))
+
+
+def _times(paid: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention `[layers, 2, heads, tokens]` times the norms of `[layers, KV heads, tokens, …]`."""
+    norms = values.float().norm(dim=-1)
+    return paid * norms.repeat_interleave(paid.shape[2] // norms.shape[1], 1)[:, None]
 
 
 def of_layers(layers: tuple[int, ...]) -> Lead:
-    """`focus` with the attention of other layers than the second half."""
+    """The attention of other layers than the second half."""
 
     def lead(scene: Scene, number: int) -> Answered:
-        scores = scene.paid[list(layers)].sum((0, 2)).prod(0).sqrt()
-        return scene.answered(scene.best(scores, number))
+        scores = levelled_scores(scene, scene.paid[list(layers)].sum((0, 2)).prod(0).sqrt())
+        return _recomputed(scene, scene.best(scores, number))
 
     return lead
 
 
 def _two_rounds(scene: Scene, number: int) -> Answered:
     """Half, and then what the question attends to once that half is recomputed."""
-    first = scene.best(focus_scores(scene), number // 2)
+    first = scene.best(levelled_scores(scene), number // 2)
     kv = scene.kv.copy()
-    paid = scene.read(kv, first)
-    scores = focus_scores(scene, paid)
+    paid = scene.read(kv, first, carry=carry_from(scene, first))
+    scores = levelled_scores(scene, focus_scores(scene, paid))
     scores[first] = float("-inf")
-    return scene.answered(scene.best(scores, number - len(first)), kv)
+    second = scene.best(scores, number - len(first))
+    return scene.answered(second, kv, carry=carry_from(scene, second, there=first))
 
 
 def _rollout(scene: Scene, number: int) -> Answered:
     """A third is computed to see what it attends to; it is computed once more beside as many of
     that (attention rollout, arXiv 2005.00928, of one step)."""
-    first = scene.best(focus_scores(scene), number // 3)
-    paid = scene.read(scene.kv.copy(), first, probes=first)
+    first = scene.best(levelled_scores(scene), number // 3)
+    paid = scene.read(scene.kv.copy(), first, probes=first, carry=carry_from(scene, first))
+    return _recomputed(scene, _beside(scene, first, paid, number - len(first)))
+
+
+def _beside(scene: Scene, first: torch.Tensor, paid: torch.Tensor, number: int) -> torch.Tensor:
+    """These, and what most attention was paid to, together so many."""
     scores = paid[:, 0].sum((0, 1))
     scores[first] = float("-inf")
-    beside = scene.best(scores, number - 2 * len(first))
-    return scene.answered(torch.cat([first, beside]).sort().values)
+    beside = scene.best(scores, number - len(first))
+    return torch.cat([first, beside]).sort().values
+
+
+def _helpers(scene: Scene, number: int) -> Answered:
+    """Half, and what that half attends to in full prefill, weighed by how far its values are off
+    here: what recomputing it needs most."""
+    first = scene.best(levelled_scores(scene), number // 2)
+    paid = scene.read(scene.asked.exact.copy(), first, probes=first)
+    stop = len(scene.asked.tokens)
+    off = scene.asked.exact.values[:, :, :stop].float() - scene.kv.values[:, :, :stop].float()
+    return _recomputed(scene, _beside(scene, first, _times(paid, off), number))
 
 
 def _of_documents(scene: Scene, number: int) -> Answered:
     """All of it in the documents that got most attention: half of them."""
-    scores = focus_scores(scene)
-    documents = scene.asked.documents
+    scores, documents = focus_scores(scene), scene.asked.documents
     sums = torch.stack([scores[first:stop].sum() for first, stop in documents])
     kept = sums.argsort(descending=True)[: (len(documents) + 1) // 2]
     inside = torch.zeros_like(scene.is_document)
     for first, stop in (documents[i] for i in kept.tolist()):
         inside[first:stop] = True
-    return scene.answered(scene.best(scores.masked_fill(~inside, -1), number))
+    return _recomputed(scene, scene.best(levelled_scores(scene).masked_fill(~inside, -1), number))
 
 
 def _each(scene: Scene, number: int) -> Answered:
@@ -102,29 +146,30 @@ def _each(scene: Scene, number: int) -> Answered:
     for first, stop in scene.asked.documents:
         its = round(number * (stop - first) / scene.num_reused)
         chosen.append(first + scores[first:stop].topk(its).indices)
-    return scene.answered(torch.cat(chosen).sort().values)
+    return _recomputed(scene, torch.cat(chosen).sort().values)
 
 
 def _evenly(scene: Scene, number: int) -> Answered:
     """Every so manieth: what a choice is worth is the difference to this."""
     reused = scene.is_document.nonzero()[:, 0]
-    return scene.answered(reused[torch.linspace(0, len(reused) - 1, number).long().unique()])
+    return _recomputed(scene, reused[torch.linspace(0, len(reused) - 1, number).long().unique()])
 
 
 def _beginnings(scene: Scene, number: int) -> Answered:
     """The first tokens of each document always."""
-    scores = focus_scores(scene)
+    scores = levelled_scores(scene)
     scores[_first_tokens(scene.asked.documents)] = float("inf")
-    return scene.answered(scene.best(scores, number))
+    return _recomputed(scene, scene.best(scores, number))
 
 
 def _hidden(scene: Scene, number: int) -> Answered:
     """Nobody attends to the first tokens of any document but the first."""
     kv = scene.kv.copy()
     kv.hidden = _first_tokens(scene.asked.documents[1:])
-    scores = focus_scores(scene)
+    scores = levelled_scores(scene)
     scores[kv.hidden] = -1
-    return scene.answered(scene.best(scores, number), kv)
+    chosen = scene.best(scores, number)
+    return scene.answered(chosen, kv, carry=carry_from(scene, chosen))
 
 
 def _first_tokens(documents: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -136,58 +181,47 @@ def further(share: float) -> Lead:
     among moved neighbours makes a part only."""
 
     def lead(scene: Scene, number: int) -> Answered:
-        return scene.answered(scene.best(focus_scores(scene), number), further=share)
+        return _recomputed(scene, scene.best(levelled_scores(scene), number), further=share)
 
     return lead
 
 
 def carried(*shares: Share | None) -> Lead:
-    """Tokens that are not recomputed take part in the change of the nearest one that is, in front
-    and behind.
+    """Other shares in the change of the nearest token that is recomputed, in front and behind.
 
     Args:
         shares: of values and of keys by the one in front; of values and keys by the one behind.
     """
 
     def lead(scene: Scene, number: int) -> Answered:
-        chosen = scene.best(focus_scores(scene), number)
+        chosen = scene.best(levelled_scores(scene), number)
         four = [*shares, None, None, None][:4]
-        return scene.answered(chosen, carry=_carry(scene, chosen, four))
+        return scene.answered(chosen, carry=carry_from(scene, chosen, four))
 
     return lead
 
 
 def levelled(power: float) -> Lead:
-    """Attention over the mean of the document to this power, its first tokens left out of it."""
+    """Documents levelled by another power."""
 
     def lead(scene: Scene, number: int) -> Answered:
-        return scene.answered(best_of_levelled(scene, number, power))
+        return _recomputed(scene, scene.best(levelled_scores(scene, power=power), number))
 
     return lead
 
 
-def best_of_levelled(scene: Scene, number: int, power: float) -> torch.Tensor:
-    """Positions of so many tokens, ascending."""
-    scores = focus_scores(scene)
-    for first, stop in scene.asked.documents:
-        scores[first:stop] /= scores[first + BEGINNING : stop].mean() ** power
-    return scene.best(scores, number)
-
-
-def _default(scene: Scene, number: int) -> Answered:
-    """The policy `focus` as it is: levelled, and carried from both sides."""
-    chosen = best_of_levelled(scene, number, LEVELLING)
-    front, behind = FROM_THE_FRONT, FROM_BEHIND
-    four = (front.values, front.keys, behind.values, behind.keys)
-    return scene.answered(chosen, carry=_carry(scene, chosen, four))
-
-
-def _carry(scene: Scene, chosen: torch.Tensor, shares: Sequence[Share | None]) -> Carry:
+def carry_from(
+    scene: Scene,
+    chosen: torch.Tensor,
+    shares: Sequence[Share | None] = CARRIED,
+    there: torch.Tensor = _NOTHING,
+) -> Carry:
+    """Changes of these to all others, but to those that were recomputed before."""
     document = torch.zeros(len(scene.asked.tokens), dtype=torch.int64)
     for i, (first, stop) in enumerate(scene.asked.documents, 1):
         document[first:stop] = i
     others = scene.is_document.clone()
-    others[chosen] = False
+    others[chosen] = others[there] = False
     positions = others.nonzero()[:, 0]
     behind = torch.searchsorted(chosen, positions)
     sides = []
@@ -208,31 +242,35 @@ def scaled(factor: float) -> Lead:
     """Moved keys times a factor: a temperature of the attention to them (arXiv 2502.05431)."""
 
     def lead(scene: Scene, number: int) -> Answered:
+        chosen = scene.best(levelled_scores(scene), number)
+        others = scene.is_document.clone()
+        others[chosen] = False
         kv = scene.kv.copy()
-        kv.keys[:, :, scene.is_document.nonzero()[:, 0]] *= factor
-        return scene.answered(scene.best(focus_scores(scene), number), kv)
+        kv.keys[:, :, others.nonzero()[:, 0]] *= factor
+        return scene.answered(chosen, kv, carry=carry_from(scene, chosen))
 
     return lead
 
 
 def _exact(scene: Scene, number: int) -> Answered:
-    """Full prefill's KV in place of what `focus` would recompute."""
+    """Full prefill's KV in place of what the policy would recompute; nothing is carried."""
     kv = scene.kv.copy()
-    kv.take(scene.asked.exact, scene.best(focus_scores(scene), number))
+    kv.take(scene.asked.exact, scene.best(levelled_scores(scene), number))
     return scene.answered(_NOTHING, kv)
 
 
 def _foreseen(scene: Scene, number: int) -> Answered:
     """Chosen by the attention that the question pays in full prefill."""
     paid = scene.read(scene.asked.exact.copy(), _NOTHING)
-    return scene.answered(scene.best(focus_scores(scene, paid), number))
+    scores = levelled_scores(scene, focus_scores(scene, paid))
+    return _recomputed(scene, scene.best(scores, number))
 
 
 def _smaller(scene: Scene, number: int) -> Answered:
     """Chosen by another model, which read the same prompt."""
     if scene.chooser is None:
         raise ValueError("no model chooses for this one: give one with --chooser DIR")
-    return scene.answered(scene.best(focus_scores(scene.chooser), number))
+    return _recomputed(scene, scene.best(levelled_scores(scene.chooser), number))
 
 
 @dataclass(frozen=True)
@@ -259,6 +297,7 @@ LEADS: Mapping[str, Lead] = MappingProxyType(
         "norms": _norms,
         "two-rounds": _two_rounds,
         "rollout": _rollout,
+        "helpers": _helpers,
         "documents": _of_documents,
         "each": _each,
         "evenly": _evenly,
@@ -269,8 +308,8 @@ LEADS: Mapping[str, Lead] = MappingProxyType(
         "smaller": _smaller,
     }
 )
-"""By name, `focus` without what it was given since; beside them `layers=4+5+9`, `levelled=.75`,
-`further=.25`, `keys=1.1` and `carried=.25+.4+3`."""
+"""By name; beside them `layers=4+5+9`, `levelled=.5`, `further=.25`, `keys=1.1` and
+`carried=.25+.4+3`."""
 
 
 def _share(text: str) -> Share:

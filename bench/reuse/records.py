@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, and what it comes to: every lead beside `focus` on the same examples."""
+"""What was measured, and what it comes to: every lead beside the policy on the same examples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from bench.harness import Row, SuiteResult
 from bench.quality import statistics
 from bench.reuse.scene import Asked
 
-BASELINE = "focus"
+BASELINES = ("default", "focus")
+"""Leads that the others are compared with."""
 Key = tuple[str, int]
 """Task and number of an example."""
 DIGITS = 4
@@ -92,8 +93,8 @@ class Record:
 
 
 def figures(records: Iterable[Record]) -> SuiteResult:
-    """A row for each source, share and lead: means, and differences from `focus` at the same share
-    on the same examples, with intervals of 95 %."""
+    """A row for each source, share and lead: means, and differences from `BASELINES` at the same
+    share on the same examples, with intervals of 95 %."""
     cells: dict[tuple[str, str], dict[Key, Record]] = defaultdict(dict)
     full: dict[str, dict[int, float]] = defaultdict(dict)
     for record in records:
@@ -104,11 +105,12 @@ def figures(records: Iterable[Record]) -> SuiteResult:
     rows = []
     for (source, name), asked in cells.items():
         found = {key: record.leads[name] for key, record in asked.items()}
-        same = cells.get((source, f"{BASELINE}@{name.partition('@')[2]}"), {})
-        baseline = {
-            key: one.leads[f"{BASELINE}@{name.partition('@')[2]}"] for key, one in same.items()
-        }
-        row = _row(source, name, found, baseline)
+        row = _row(source, name, found)
+        for baseline in BASELINES:
+            other = f"{baseline}@{name.partition('@')[2]}"
+            same = {k: one.leads[other] for k, one in cells.get((source, other), {}).items()}
+            if row["lead"] != baseline:
+                row |= _differences(found, same, baseline)
         counts = [key for key in found if key[1] in counted[key[0]]]
         rows.append(row | _by_answers([(found[key].score, asked[key].full) for key in counts]))
         rows[-1]["work"] = round(
@@ -133,12 +135,10 @@ def _by_answers(scores: Sequence[tuple[float, float]]) -> Row:
     }
 
 
-def _row(
-    source: str, name: str, found: Mapping[Key, Outcome], baseline: Mapping[Key, Outcome]
-) -> Row:
+def _row(source: str, name: str, found: Mapping[Key, Outcome]) -> Row:
     lead, _, share = name.partition("@")
     first = [one.first_kl for one in found.values()]
-    row: Row = {
+    return {
         "source": source,
         "share": float(share) if share else None,
         "lead": lead,
@@ -149,15 +149,20 @@ def _row(
         "agreement": round(fmean(one.agreement for one in found.values()), DIGITS),
         "same_answers": round(fmean(one.agreement == 1 for one in found.values()), DIGITS),
     }
+
+
+def _differences(
+    found: Mapping[Key, Outcome], baseline: Mapping[Key, Outcome], name: str
+) -> dict[str, float | None]:
+    """Of the examples of both: means, with intervals (bootstrap of examples)."""
+    row: dict[str, float | None] = {}
     both = [key for key in found if key in baseline]
-    if lead == BASELINE or not both:
-        return row
-    for figure in ("answer_kl", "agreement"):
+    for figure in ("first_kl", "answer_kl", "agreement") if both else ():
         less = [getattr(found[key], figure) - getattr(baseline[key], figure) for key in both]
         low, high = statistics.bootstrap_interval(less)
         row |= {
-            f"{figure}_less_focus": round(fmean(less), DIGITS),
-            f"{figure}_less_focus_low": None if low is None else round(low, DIGITS),
-            f"{figure}_less_focus_high": None if high is None else round(high, DIGITS),
+            f"{figure}_less_{name}": round(fmean(less), DIGITS),
+            f"{figure}_less_{name}_low": None if low is None else round(low, DIGITS),
+            f"{figure}_less_{name}_high": None if high is None else round(high, DIGITS),
         }
     return row

@@ -175,6 +175,7 @@ class Scene:
         kv: KV,
         chosen: torch.Tensor | None = None,
         probes: torch.Tensor | None = None,
+        carry: Carry | None = None,
     ) -> torch.Tensor:
         """Compute the new text, or what is chosen and the question; see `paid`.
 
@@ -182,11 +183,12 @@ class Scene:
             kv: written to.
             chosen: positions.
             probes: positions whose attention is wanted; None: the question's.
+            carry: see `Decoder.compute`; of the chosen ones.
         """
         positions = self.new if chosen is None else self._with_question(chosen)
         probes = self.question if probes is None else probes
         paid = Paid(torch.isin(positions, probes), LAST_PROBES)
-        self.decoder.compute(kv, self._ids(positions), positions, logits=0, paid=paid)
+        self.decoder.compute(kv, self._ids(positions), positions, logits=0, paid=paid, carry=carry)
         return torch.stack(paid.sums)
 
     def answered(

@@ -20,12 +20,11 @@ from bench.english.tasks import draw
 from bench.quality import seeds
 from bench.reuse.decoder import Decoder
 from bench.reuse.ingestion import SOURCES
-from bench.reuse.leads import best_of_levelled, lead
+from bench.reuse.leads import lead, levelled_scores
 from bench.reuse.records import Outcome as LabOutcome
 from bench.reuse.scene import Scene, in_full
 from bench.shapes import make_model
 from tests.e2e.engine import quick_start
-from vllm_segreuse.policies.focus import LEVELLING
 from vllm_segreuse.prefill.batch import Batch
 from vllm_segreuse.prefill.programs import probed
 from vllm_segreuse.prefill.selection import Choice, choose_tokens
@@ -140,7 +139,7 @@ def test_the_laboratory_without_an_engine_chooses_as_the_engine_does(
     asked = in_full(decoder, lab.prompts, drawn)
     scene = Scene(decoder, asked, SOURCES["siblings"](decoder, lab.prompts, drawn, tuple, rng))
     assert asked.answer[0] == full.tokens[0]
-    same = set(best_of_levelled(scene, len(mine), LEVELLING).tolist())
+    same = set(scene.best(levelled_scores(scene), len(mine)).tolist())
     assert len(mine & same) > 0.95 * len(mine)
     # Of how far they are off: bfloat16 rounds numbers of either in its own way.
     close = 0.2 * outcomes["shift"].first_kl
