@@ -64,6 +64,18 @@ def test_what_is_admitted_is_written_as_vllm_reads_it() -> None:
             "segreuse_documents",
         ),
         (
+            {"n": 1, "extra_keys": "a", "documents": [{"base": "b", "id": "i", "text": "x"}]},
+            CHAT,
+            {"n": 1},
+            "segreuse_documents",
+        ),
+        (
+            {"n": 1, "extra_keys": "a", "documents": [{"base": "b", "id": 5}]},
+            CHAT,
+            {"n": 1},
+            "segreuse_documents",
+        ),
+        (
             {"query": "x", "segreuse_policy": "shift", "documents": ["y"], "vllm_xargs": {"a": 1}},
             "/v1/rerank",
             {"query": "x", "documents": ["y"], "vllm_xargs": {"a": 1}},

@@ -74,12 +74,12 @@ def _admitted(body: dict[str, Any]) -> RequestError | None:
     """Admit a body; why it is refused, if it is."""
     try:
         admit_body(body)
+        if not names_in(body):
+            return None
     except RequestError as error:
         return error
-    if names_in(body):
-        no_bases = "the batch runner has no knowledge bases: send the documents' text"
-        return RequestError(DOCUMENTS, f"{DOCUMENTS}: {no_bases}")
-    return None
+    no_bases = "the batch runner has no knowledge bases: send the documents' text"
+    return RequestError(DOCUMENTS, f"{DOCUMENTS}: {no_bases}")
 
 
 def _unread(body: dict[str, Any], url: str) -> RequestError | None:
