@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from segreuse_tools.calibrate import drift_limits, loaded_model
-from segreuse_tools.calibrate.search import CANDIDATES, Found, Setting
+from segreuse_tools.calibrate.search import CANDIDATES, Found, Setting, too_few
 from segreuse_tools.calibrate.segmented_prompts import SegmentedPrompt, Texts, read_texts, tokenised
 from segreuse_tools.calibrate.trials import try_all
 from segreuse_tools.calibrate.verdict_table import about_drift
+from segreuse_tools.terminal import complain
 
 
 def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found:
@@ -24,6 +25,8 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
         PromptFileError: the file holds no prompts, or one that is too long.
     """
     texts = read_texts(given.prompts)  # before the engine starts, which takes long
+    if note := too_few(len(texts), given.min_agreement):
+        complain("calibrate", note)
     llm = _start(given.model, engine_arguments)
     prompts = _prompts(given.prompts, texts, llm)
     measured = list(map(Setting, CANDIDATES, try_all(llm, prompts)))

@@ -15,10 +15,20 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from segreuse_tools.calibrate import coordinate_search, drift_limits, loaded_model
-from segreuse_tools.calibrate.search import Found, Options, Setting, Trial, cheapest, halves, judge
+from segreuse_tools.calibrate.search import (
+    Found,
+    Options,
+    Setting,
+    Trial,
+    cheapest,
+    halves,
+    judge,
+    too_few,
+)
 from segreuse_tools.calibrate.trials import IN_FULL, answer, trial
 from segreuse_tools.calibrate.verdict_table import name_of
 from segreuse_tools.estimate.request_log import LogError, read_log
+from segreuse_tools.terminal import complain
 from vllm_segreuse.config import RequestOptions, SegReuseConfig
 from vllm_segreuse.features.knowledge.scheduler_calls import call_scheduler_of
 from vllm_segreuse.policies import WITHOUT_CHOICE
@@ -65,6 +75,8 @@ def measure(given: argparse.Namespace, engine_arguments: Sequence[str]) -> Found
             f"{given.prompts} holds {len(asked)} requests of text alone: at least 2 are needed, "
             "one half to choose by and one to check; some hundred give a useful bound"
         )
+    if note := too_few(len(asked), given.min_agreement):
+        complain("calibrate", note)
     why_no_cuts = _why_no_cuts(base, model.vllm_config.model_config.enforce_eager)
     cuts = () if why_no_cuts else coordinate_search.cuts(model.layers.count)
     kept = base.model_dump(mode="json", exclude_unset=True)

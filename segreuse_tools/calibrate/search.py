@@ -10,7 +10,7 @@ from itertools import takewhile
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
-from segreuse_tools.calibrate.bounds import mean_at_most, share_at_least
+from segreuse_tools.calibrate.bounds import CERTAINTY, mean_at_most, share_at_least
 
 ROUNDED = 1e-6
 """What a sum of probabilities in 32 bits may lack."""
@@ -169,6 +169,26 @@ def halves(trials: Sequence[Trial]) -> tuple[Sequence[Trial], Sequence[Trial]]:
     """
     half = len(trials) // 2
     return trials[:half], trials[half:]
+
+
+def too_few(count: int, min_agreement: float) -> str:
+    """A note that so many prompts cannot keep the bound, however alike the answers to them are;
+    empty: they can.
+
+    Args:
+        count: of the prompts, at least 2.
+        min_agreement: below 1.
+    """
+    half = count // 2
+    proven = share_at_least(half, half)
+    if proven >= min_agreement:
+        return ""
+    needed = math.ceil(math.log(1 - CERTAINTY) / math.log(min_agreement))
+    return (
+        f"no setting will be written: with {count} prompts, of which {half} choose the setting, an "
+        f"agreement of {proven:.3f} is the most that can be proven, and --min-agreement is "
+        f"{min_agreement}; {2 * needed} prompts are the least that can prove it"
+    )
 
 
 def cheapest(

@@ -118,7 +118,8 @@ def _estimated(
     step_tokens = model.vllm_config.scheduler_config.max_num_batched_tokens
     step_work = options.spread_work(step_tokens, model.layers.in_all)
     pace = Pace(model.layers, step_work or 0, given.concurrency or 1, given.tokens_per_second)
-    policies = [RECOMMENDED if name == AUTO else name for name in given.policy] or [*POLICIES]
+    named = dict.fromkeys(RECOMMENDED if name == AUTO else name for name in given.policy)
+    policies = [*(named or POLICIES)]
     found = estimate(model, asked, options, policies, cache, pace, left_out.reasons)
     return found, options.policy
 

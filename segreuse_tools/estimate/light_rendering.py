@@ -28,6 +28,9 @@ from vllm_segreuse.options.values import short_repr
 MOST_SEQUENCES = 16_384
 """Answers to a prompt that a server of vLLM gives, unless its environment says another number."""
 
+COMPLETION_TOKENS = 16
+"""Of the answer to a completion that does not say how many (`CompletionRequest.max_tokens`)."""
+
 _MOST_SEQUENCES_ENV = "VLLM_MAX_N_SEQUENCES"
 
 _OTHER_SESSIONS = ("prompt_cache_key", "safety_identifier", "user")
@@ -125,8 +128,13 @@ class BodyPrompts:
     def _answer(self, where: str, line: Logged) -> int:
         if line.answer is not None:
             return max(1, len(self._tokenizer.completion(where, line.answer)))
-        usual = _number(where, line.body, "max_tokens", self.answer_tokens)
-        most = _number(where, line.body, "max_completion_tokens", usual)
+        if line.is_chat:
+            usual = _number(where, line.body, "max_tokens", self.answer_tokens)
+            most = _number(where, line.body, "max_completion_tokens", usual)
+        elif "max_tokens" in line.body:  # with null it is as long as fits
+            most = _number(where, line.body, "max_tokens", self.answer_tokens)
+        else:
+            most = COMPLETION_TOKENS
         return min(most, self.answer_tokens)
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from segreuse_tools.calibrate import by_similarity
-from segreuse_tools.calibrate.search import Setting, Trial
+from segreuse_tools.calibrate.search import Setting, Trial, too_few
 from segreuse_tools.commands import calibrate as cli
 from segreuse_tools.estimate import prompt_rendering, served_model
 from segreuse_tools.estimate.request_log import Logged
@@ -274,6 +274,15 @@ def test_one_request_is_too_few(
 ) -> None:
     assert run(tmp_path, count=1)[0] == 2
     assert "holds 1 requests of text alone: at least 2 are needed" in capsys.readouterr().err
+
+
+def test_that_requests_are_too_few_is_said(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path)
+    assert "no setting will be written" not in capsys.readouterr().err
+    run(tmp_path, "--min-agreement", "0.9")
+    assert too_few(COUNT, 0.9) in capsys.readouterr().err
 
 
 def test_no_layers_are_tried_of_a_compiled_model(

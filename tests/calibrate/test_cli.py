@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from segreuse_tools.calibrate import by_policy, loaded_model, trials
 from segreuse_tools.calibrate.bounds import share_at_least
-from segreuse_tools.calibrate.search import CANDIDATES, Options
+from segreuse_tools.calibrate.search import CANDIDATES, Options, too_few
 from segreuse_tools.calibrate.verdict_table import header
 from segreuse_tools.commands import calibrate as cli
 from vllm_segreuse.config import SegReuseConfig
@@ -167,6 +167,7 @@ def test_why_nothing_is_written_is_said_with_the_bounds(
     )
     run(tmp_path, count=21)
     assert capsys.readouterr().err == (
+        f"vllm-segreuse calibrate: {too_few(21, 0.9)}\n"
         "no setting kept the divergence at most 0.05 and the agreement at least 0.9 on the 10 "
         f"prompts that it is chosen by (the table is of all); {way_out}"
     )
@@ -195,6 +196,33 @@ def test_few_prompts_prove_nothing(
     assert "more prompts narrow the bounds" in capsys.readouterr().err
     assert run(tmp_path, "--min-agreement", "0.74", count=20)[0] == 0
     assert run(tmp_path, "--min-agreement", "0.742", count=20)[0] == 1
+
+
+def test_that_prompts_are_too_few_is_said_before_the_engine_starts(
+    model: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(name: str, arguments: Any) -> Any:
+        assert f"{too_few(57, 0.9)}\n" in capsys.readouterr().err
+        return model
+
+    monkeypatch.setattr(by_policy, "_start", start)
+    assert run(tmp_path, count=57)[0] == 1
+    monkeypatch.setattr(by_policy, "_start", lambda name, arguments: model)
+    capsys.readouterr()
+    assert run(tmp_path, count=58)[0] == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_as_many_prompts_as_the_note_names_are_the_least_that_can_keep_the_bound() -> None:
+    assert too_few(2, 0.0) == ""
+    for least in (0.06, 0.5, 0.742, 0.9, 0.95, 0.999):
+        note = too_few(2, least)
+        count = int(note.rsplit("; ")[-1].split()[0])
+        assert f"--min-agreement is {least}" in note
+        assert (too_few(count, least), bool(too_few(count - 1, least))) == ("", True)
 
 
 def test_the_table_is_of_all_prompts_and_the_choice_of_half(

@@ -87,7 +87,9 @@ def test_the_table_has_prefix_caching_and_every_policy(run: Any) -> None:
 
 
 def test_segments_are_found_where_prefix_caching_finds_nothing(rows: Any) -> None:
-    found, by_policy = rows(logs.bodies(30), *KEYS, "--policy", "shift", "--policy", "auto")
+    named = ("--policy", "shift", "--policy", "auto", "--policy", "focus")
+    found, by_policy = rows(logs.bodies(30), *KEYS, *named)
+    assert len(found["rows"]) == 3, "auto is focus"
     assert [*found] == [field.name for field in fields(Estimate)]
     assert [*by_policy[None]] == [field.name for field in fields(Row)]
     assert [*by_policy] == [None, "shift", "focus"]

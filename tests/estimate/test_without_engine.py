@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -23,7 +24,12 @@ from bench.shapes import make_model
 from segreuse_tools.commands import estimate as cli
 from segreuse_tools.estimate.gain import Gain, SizeRow
 from segreuse_tools.estimate.light_options import sizes
-from segreuse_tools.estimate.light_rendering import MOST_SEQUENCES, BodyPrompts, ChatTokenizer
+from segreuse_tools.estimate.light_rendering import (
+    COMPLETION_TOKENS,
+    MOST_SEQUENCES,
+    BodyPrompts,
+    ChatTokenizer,
+)
 from segreuse_tools.estimate.prompts import PromptTokens
 from segreuse_tools.estimate.request_log import LeftOut, LogError
 from segreuse_tools.model_folder import InputError
@@ -509,10 +515,30 @@ def test_answers_are_as_long_as_they_were_or_may_be(tmp_path: Path) -> None:
         ({"max_tokens": 9, "answer": ""}, 1),
         ({"max_tokens": 1, "answer": "Who may sign?"}, 0),
     ]
-    found = prompts_of(tmp_path, *({"prompt": "Who may sign?"} | it for it, _ in lengths))
-    of_answer = len(found[0].tokens)
-    assert of_answer > 1
-    assert [it.answer_tokens for it in found] == [count or of_answer for _, count in lengths]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(LAB / name, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    chat = {"messages": [{"role": "user", "content": "Who may sign?"}]}
+    file = logs.write(tmp_path / "chats.jsonl", [chat | it for it, _ in lengths])
+    found = [*BodyPrompts(file, str(folder), (), LeftOut()).prompts()]
+    (of_answer,) = prompts_of(tmp_path, {"prompt": "Who may sign?"})
+    count = len(of_answer.tokens)
+    assert count > 1
+    assert [it.answer_tokens for it in found] == [most or count for _, most in lengths]
+
+
+def test_answers_to_completions_have_16_tokens_unless_bodies_say_how_many(tmp_path: Path) -> None:
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    assert CompletionRequest(prompt="a").max_tokens == COMPLETION_TOKENS
+    bodies: list[dict[str, Any]] = [
+        *({}, {"max_tokens": 17}, {"max_tokens": None}, {"max_tokens": 129}),
+        {"max_completion_tokens": 5},  # is none of a completion's
+    ]
+    found = prompts_of(tmp_path, *({"prompt": "Who may sign?"} | it for it in bodies))
+    assert [it.answer_tokens for it in found] == [16, 17, 128, 128, 16]
 
 
 def test_each_prompt_and_each_answer_to_it_counts(tmp_path: Path) -> None:
