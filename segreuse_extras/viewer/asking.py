@@ -43,6 +43,9 @@ RENDERED = (
 )
 """What of a body vLLM's `/tokenize` makes tokens of."""
 
+OF_TEMPLATE = ("documents", "reasoning_effort")
+"""What else a chat hands to its template; `/tokenize` does so with `chat_template_kwargs` only."""
+
 
 class ExplainError(RuntimeError):
     """The request cannot be explained; the text is one sentence that says why."""
@@ -287,7 +290,8 @@ def _gone(
         ExplainError: the prompt does not depart from that request, or the server does not tell its
             tokens.
     """
-    answer = _post(server, "/tokenize", {key: earlier[key] for key in RENDERED if key in earlier})
+    asked = {key: earlier[key] for key in RENDERED if key in earlier}
+    answer = _post(server, "/tokenize", asked | _for_template(earlier))
     there, at = answer.get("tokens"), edit["at"]
     if not isinstance(there, list):
         raise ExplainError(f"{server.base_url} answered /tokenize without tokens")
@@ -303,6 +307,18 @@ def _gone(
             "answer in its messages"
         )
     return gone
+
+
+def _for_template(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat gives its template, as vLLM's `ChatCompletionRequest.build_chat_params`; empty:
+    nothing but what `/tokenize` reads by itself."""
+    given = {key: body[key] for key in OF_TEMPLATE if body.get(key) is not None}
+    kwargs = body.get("chat_template_kwargs") or {}
+    if "messages" not in body or not given or not isinstance(kwargs, Mapping):
+        return {}
+    effort = given.get("reasoning_effort")
+    thinking = {} if effort is None else {"enable_thinking": effort != "none"}
+    return {"chat_template_kwargs": {**thinking, **kwargs, **given}}
 
 
 def _prompt_tokens(answer: Mapping[str, Any]) -> list[int] | None:

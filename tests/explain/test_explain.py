@@ -455,6 +455,43 @@ def test_where_text_was_only_inserted_none_is_gone(server: Server) -> None:
     assert "Gone: " not in words.edited(found.edit)
 
 
+@pytest.mark.parametrize(
+    ("given", "kwargs"),
+    [
+        ({}, None),
+        ({"chat_template_kwargs": {"a": 1}, "documents": None}, {"a": 1}),
+        ({"documents": [{"text": "x"}]}, {"documents": [{"text": "x"}]}),
+        (
+            {"documents": [], "chat_template_kwargs": {"a": 1, "documents": [{"text": "y"}]}},
+            {"a": 1, "documents": []},
+        ),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+    ],
+)
+def test_an_earlier_chat_is_rendered_with_all_that_its_template_got(
+    given: dict[str, Any], kwargs: Any, server: Server
+) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
+
+    server.report, server.earlier = REPORT | {"edit": EDIT}, SENT_EARLIER
+    chat = {"messages": [{"role": "user", "content": "Who?"}], "extra_keys": "docs", **given}
+    found = explain(server.client(), BODY, earlier=chat)
+    assert found.edit is not None
+    assert found.edit.gone is not None
+    [sent] = [body for path, body in server.sent if path == "/tokenize"]
+    assert sent.get("chat_template_kwargs") == kwargs
+    assert sent.keys() <= {"messages", "chat_template_kwargs"}
+    vllms = ChatCompletionRequest.model_validate(chat).build_chat_params(None, "auto")
+    ours = TokenizeChatRequest.model_validate(sent).build_chat_params(None, "auto")
+    assert ours.chat_template_kwargs == vllms.chat_template_kwargs
+
+
 def test_the_earlier_request_says_what_is_gone(server: Server) -> None:
     server.report, server.earlier = REPORT | {"edit": EDIT}, SENT_EARLIER
     more = {"max_tokens": 9, "tools": [], "stream": True}
