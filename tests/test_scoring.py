@@ -239,3 +239,15 @@ def test_the_header_lists_digests_in_order() -> None:
     assert digests_headers([], "handbook") == {}
     [(name, value)] = digests_headers(["b", "a"], "handbook").items()
     assert (name, value.split(",")) == (DIGESTS_HEADER, document_digests(["b", "a"], "handbook"))
+
+
+@pytest.mark.parametrize("url", ["http://host:80x", "http://[::1"])
+def test_a_server_whose_url_is_malformed_holds_nothing(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are still scored, and the log names it."""
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"engines": []}))
+    scorer = Scorer({"bad": url, "good": "http://good"}, "token", transport=transport)
+    with caplog.at_level("WARNING", logger="vllm.segreuse"):
+        assert scorer.scores("digest") == {"bad": 0.0, "good": 0.0}
+    assert "bad does not say what it holds: Invalid port" in caplog.text
