@@ -46,7 +46,7 @@ class Scorer:
         clock: seconds.
 
     Raises:
-        ValueError: no header can carry the token.
+        ValueError: no header can carry the token, or a URL is none of HTTP.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Scorer:
             answer = self._client.get(f"{self._servers[name]}{PREFIX}/holdings")
             answer.raise_for_status()
             engines = Holdings.model_validate_json(answer.content).engines
-        except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
+        except (httpx.HTTPError, ValidationError) as error:
             logger.warning("segment reuse: %s does not say what it holds: %s", name, error)
             return {}
         held: dict[str, float] = {}

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import importlib.util
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -241,13 +242,8 @@ def test_the_header_lists_digests_in_order() -> None:
     assert (name, value.split(",")) == (DIGESTS_HEADER, document_digests(["b", "a"], "handbook"))
 
 
-@pytest.mark.parametrize("url", ["http://host:80x", "http://[::1"])
-def test_a_server_whose_url_is_malformed_holds_nothing(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The others are still scored, and the log names it."""
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"engines": []}))
-    scorer = Scorer({"bad": url, "good": "http://good"}, "token", transport=transport)
-    with caplog.at_level("WARNING", logger="vllm.segreuse"):
-        assert scorer.scores("digest") == {"bad": 0.0, "good": 0.0}
-    assert "bad does not say what it holds: Invalid port" in caplog.text
+@pytest.mark.parametrize("url", ["http://host:80x", "http://[::1", "host:8000", ""])
+def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+    """At once, and by name: asked at each request, it would only ever hold nothing."""
+    with pytest.raises(ValueError, match=re.escape(repr(url))):
+        Scorer({"good": "http://good", "bad": url}, "token")

@@ -135,7 +135,16 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def root_of(url: str) -> str:
-    """The root of a server; `/v1` at the end, as clients of OpenAI's API have it, does no harm."""
+    """The root of a server; `/v1` at the end, as clients of OpenAI's API have it, does no harm.
+
+    Raises:
+        ValueError: it is no URL of HTTP.
+    """
+    try:
+        if httpx.URL(url).scheme not in ("http", "https"):
+            raise ValueError(f"the URL {url!r} must begin with http:// or https://")
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url!r} is no URL: {error}") from error
     return url.rstrip("/").removesuffix("/v1")
 
 

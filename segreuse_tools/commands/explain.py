@@ -34,13 +34,17 @@ def main(arguments: Sequence[str]) -> int:
     from segreuse_tools.explain.stretch_table import table
 
     try:
+        url = asking.root_of(args.url)
+    except ValueError as error:
+        complain("explain", error)
+        return 2
+    try:
         body = asking.read_file(args.request)
         earlier = asking.read_file(args.earlier) if args.earlier else None
         headers = asking.authorized(args.api_key)
-        url = asking.root_of(args.url)
         with httpx.Client(base_url=url, headers=headers, timeout=asking.TIMEOUT_S) as server:
             found = asking.explain(server, body, args.reuse, earlier)
-    except (asking.RequestBodyError, httpx.InvalidURL) as error:
+    except asking.RequestBodyError as error:
         complain("explain", error)
         return 2
     except asking.ExplainError as error:

@@ -109,11 +109,6 @@ class KnowledgeClient:
     ) -> None:
         self.url = root_of(url)
         self._timeout = httpx.Timeout(timeout_s)
-        try:
-            if httpx.URL(url).scheme not in ("http", "https"):
-                raise ValueError(f"the URL {url!r} must begin with http:// or https://")
-        except httpx.InvalidURL as error:
-            raise ValueError(f"{url!r} is no URL: {error}") from error
         self._http = httpx.Client(
             base_url=self.url + PREFIX,
             headers=authorized(checked_token(token)),

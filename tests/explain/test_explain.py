@@ -334,6 +334,7 @@ def test_exit_codes_and_one_line_of_error(
     assert cli.main([str(file), "--url", "http://localhost:port"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3
+    assert "'http://localhost:port' is no URL" in errors[2]
     assert all(line.startswith("vllm-segreuse explain: ") for line in errors)
 
 
