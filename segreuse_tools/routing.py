@@ -50,7 +50,13 @@ def routing_headers(
 def data_parallel_headers(
     documents: str | Iterable[str], extra_keys: str | Iterable[str], engines: int
 ) -> dict[str, str]:
-    """The same for one vLLM server with so many engines (`--data-parallel-size`), and no router."""
+    """The same for one vLLM server with so many engines (`--data-parallel-size`), and no router.
+
+    Raises:
+        ValueError: less than one engine.
+    """
+    if engines < 1:
+        raise ValueError(f"engines={engines}: a server has one at least")
     value = _smallest_hash(documents, extra_keys)
     return {} if value is None else {DATA_PARALLEL_HEADER: str(int(value, 16) % engines)}
 

@@ -73,6 +73,9 @@ def test_a_single_document_need_be_in_no_list() -> None:
 def test_without_documents_any_engine_will_do() -> None:
     assert routing_headers([], "docs") == {}
     assert data_parallel_headers([], "docs", 2) == {}
+    for none in (0, -2):  # with -2, half of the requests would name engine -1
+        with pytest.raises(ValueError, match=f"engines={none}"):
+            data_parallel_headers(["a"], "docs", none)
 
 
 def test_texts_and_keys_are_not_in_the_header() -> None:
