@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from bench.reuse.decoder import Carry, Side
+from bench.reuse.decoder import KV, Carry, Side
 from bench.reuse.scene import Answered, Scene
 from vllm_segreuse.kernels.pages import Share
 from vllm_segreuse.policies.focus import LEVELLING
@@ -47,9 +47,11 @@ def levelled_scores(
     return scores
 
 
-def _recomputed(scene: Scene, chosen: torch.Tensor, further: float = 0.0) -> Answered:
+def _recomputed(
+    scene: Scene, chosen: torch.Tensor, kv: KV | None = None, further: float = 0.0
+) -> Answered:
     """The policy's way to recompute these: changes are carried."""
-    return scene.answered(chosen, further=further, carry=carry_from(scene, chosen))
+    return scene.answered(chosen, kv, further, carry_from(scene, chosen))
 
 
 def _shift(scene: Scene, number: int) -> Answered:
@@ -168,8 +170,7 @@ def _hidden(scene: Scene, number: int) -> Answered:
     kv.hidden = _first_tokens(scene.asked.documents[1:])
     scores = levelled_scores(scene)
     scores[kv.hidden] = -1
-    chosen = scene.best(scores, number)
-    return scene.answered(chosen, kv, carry=carry_from(scene, chosen))
+    return _recomputed(scene, scene.best(scores, number), kv)
 
 
 def _first_tokens(documents: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -247,7 +248,7 @@ def scaled(factor: float) -> Lead:
         others[chosen] = False
         kv = scene.kv.copy()
         kv.keys[:, :, others.nonzero()[:, 0]] *= factor
-        return scene.answered(chosen, kv, carry=carry_from(scene, chosen))
+        return _recomputed(scene, chosen, kv)
 
     return lead
 
