@@ -148,6 +148,7 @@ _HYBRID = {
     "block_size": 128,
     "enable_prefix_caching": True,
     "disable_hybrid_kv_cache_manager": False,
+    "mamba_ssm_cache_dtype": "float32",  # as by itself where the CPU computes bfloat16
 }
 _MAMBA2 = {
     "mamba_n_heads": 4,

@@ -24,10 +24,15 @@ class DeltaRuleLayer(RecurrentLayer):
     @classmethod
     def check(cls, name: str, states: torch.Tensor) -> None:
         """See there."""
-        if states.dtype != torch.float32 or states.shape[-1] != states.shape[-2]:
+        if states.dtype != torch.float32:
             raise UnsupportedModelError(
-                f"{name} has states of {states.dtype} {tuple(states.shape[1:])}; composed are "
-                "those in float32, of keys and values of as many channels"
+                f"{name} has states of {states.dtype}; composed are those in float32, as vLLM "
+                "keeps them with --mamba-ssm-cache-dtype float32"
+            )
+        if states.shape[-1] != states.shape[-2]:
+            raise UnsupportedModelError(
+                f"{name} has states of {tuple(states.shape[1:])}; composed are those of keys and "
+                "values of as many channels"
             )
 
     def unit(self) -> torch.Tensor:

@@ -77,7 +77,7 @@ def built(vllm_config: VllmConfig) -> Iterator[torch.nn.Module]:
     from vllm.config import set_current_vllm_config
 
     try:
-        with set_current_vllm_config(vllm_config), _one_rank():
+        with _forgotten_by_dynamo(), set_current_vllm_config(vllm_config), _one_rank():
             yield _without_weights(vllm_config)
     except (RefusedError, UnexaminedError, ValueError):
         raise
@@ -111,6 +111,20 @@ def _examined(model: torch.nn.Module, vllm_config: VllmConfig) -> Examined:
     )
     try_parts(model, structure.stack, vllm_config)  # changes weights: they are counted before
     return examined
+
+
+@contextmanager
+def _forgotten_by_dynamo() -> Iterator[None]:
+    """Each model that vLLM builds registers a hook with dynamo for good, which keeps the model, and
+    its tables of rotations: hundreds of MB, of contexts of some hundred thousand tokens."""
+    from torch._dynamo.convert_frame import _bytecode_hooks
+
+    before = set(_bytecode_hooks)
+    try:
+        yield
+    finally:
+        for hook in _bytecode_hooks.keys() - before:
+            del _bytecode_hooks[hook]
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers without weights: what cannot be built is said, and nothing of it stays behind."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+from vllm.model_executor.models.llama import LlamaModel
 
 from segreuse_tools.doctor import diagnosis, examination
 from segreuse_tools.doctor.diagnosis import Diagnosis, diagnose
@@ -46,6 +48,8 @@ def test_no_weight_is_allocated_and_nothing_stays(tmp_path: Path) -> None:
     assert told.memory.weight_bytes > 130 << 30
     buffers = [buffer for it in _ROPE_DICT.values() for buffer in it.buffers()]
     assert not any(buffer.is_meta for buffer in buffers)
+    gc.collect()
+    assert not any(type(it) is LlamaModel for it in gc.get_objects())
     assert not model_parallel_is_initialized()
     assert torch.get_default_dtype() == torch.float32
 

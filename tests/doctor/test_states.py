@@ -24,7 +24,11 @@ OF_MAMBA2 = (
     "no trained model of Mamba-2 was studied, so what its answers are worth behind composed states "
     "is not known",
 )
-ASKED: dict[str, Any] = {"disable_hybrid_kv_cache_manager": False, "enforce_eager": True}
+ASKED: dict[str, Any] = {
+    "disable_hybrid_kv_cache_manager": False,
+    "enforce_eager": True,
+    "mamba_ssm_cache_dtype": "float32",  # as by itself where the CPU computes bfloat16
+}
 
 
 def found(folder: Path, name: str, arguments: dict[str, Any], policy: str) -> Diagnosis:
@@ -89,6 +93,7 @@ def test_other_states_are_refused_also_where_it_was_asked_for(name: str, tmp_pat
         ({}, "shift", "--no-disable-hybrid-kv-cache-manager has states of such layers composed"),
         (ASKED, "prophet", "write policy: focus into --segreuse-config"),
         (ASKED | {"enforce_eager": False}, "shift", "add --enforce-eager"),
+        (ASKED | {"mamba_ssm_cache_dtype": "bfloat16"}, "shift", "--mamba-ssm-cache-dtype float32"),
     ],
 )
 def test_else_it_says_what_is_missing(
