@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client against the contract over real HTTP; its own part is batching, paging and errors."""
 
+import contextlib
 import subprocess
 import sys
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -16,7 +18,12 @@ from segreuse_tools.knowledge.client import (
     batches,
 )
 from tests.knowledge.served import FAULT, TOKEN, Served, served
-from vllm_segreuse.features.knowledge.schemas import DocumentCounts, NewDocument
+from vllm_segreuse.features.knowledge.schemas import (
+    PREFIX,
+    AddDocuments,
+    DocumentCounts,
+    NewDocument,
+)
 
 ODD_IDS = ["a/b.md", "50%", "ü ß?x=1&y#7", "a%2Fb", "+", "a;b"]
 
@@ -168,6 +175,7 @@ def test_white_space_around_the_token_does_not_count(server: Served, around: str
         ("sec\nret", r"has the control character '\\n'"),
         ("sec\0ret", r"has the control character '\\x00'"),
         ("sec\x7fret", r"has the control character '\\x7f'"),
+        ("sec\udcffret", "is not UTF-8"),
     ],
 )
 def test_a_token_that_no_header_carries_is_refused_at_once(token: str, complaint: str) -> None:
@@ -187,6 +195,20 @@ def test_a_wrong_token_is_refused(server: Served) -> None:
     with KnowledgeClient(server.url, "wrong") as client, pytest.raises(RejectedError) as refused:
         client.stats()
     assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(("token", "status"), [(TOKEN, 413), ("wrong", 403)])
+def test_a_body_that_is_refused_is_answered(server: Served, token: str, status: int) -> None:
+    """More than sockets hold by themselves, from a client that sends all of it before it reads, and
+    wants the connection closed then, as urllib does."""
+    server.app.state.admin.state.max_body_bytes = 10**6
+    body = AddDocuments(documents=new("a", text="x" * 30_000_000)).model_dump_json()
+    port = httpx.URL(server.url).port
+    headers = {"Authorization": f"Bearer {token}", "Connection": "close"}
+    with contextlib.closing(HTTPConnection("127.0.0.1", port)) as connection:
+        path = f"{PREFIX}/knowledge-bases/py/documents"
+        connection.request("POST", path, body, headers)
+        assert connection.getresponse().status == status
 
 
 def test_a_server_without_the_routes_is_recognised(server: Served) -> None:

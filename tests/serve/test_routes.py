@@ -3,6 +3,7 @@
 
 import asyncio
 import hmac
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config import ConfigError, SegReuseConfig
+from vllm_segreuse.serve import admin
 from vllm_segreuse.serve.admin import ADMIN_TOKEN_ENV, Gate, make_app, mount
 
 TOKEN = "tökén"
@@ -47,10 +49,10 @@ def engine() -> Engine:
 def client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     monkeypatch.setenv(ADMIN_TOKEN_ENV, TOKEN)
     app = FastAPI()
-    admin = mount(app)
-    assert admin is not None
-    admin.state.engine_client = engine
-    admin.state.max_body_bytes = MAX_BODY_BYTES
+    mounted = mount(app)
+    assert mounted is not None
+    mounted.state.engine_client = engine
+    mounted.state.max_body_bytes = MAX_BODY_BYTES
     return TestClient(app)
 
 
@@ -213,7 +215,14 @@ def test_32_who_goes_while_the_body_comes_reaches_nothing() -> None:
     assert through_the_gate(app, part(b"ab", more=True), GONE)[:1] == [413]
     assert through_the_gate(app, GONE)[:1] == [413]
     assert through_the_gate(app, part(b"abcdef"))[:1] == [413]
-    assert through_the_gate(app, part(b"abcdef", more=True))[:1] == [413], "it is read no further"
+    assert through_the_gate(app, part(b"abcdef", more=True), part(b"ab"))[:1] == [413]
+    assert app.read == []
+
+
+def test_a_body_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "MOST_DROPPED", 3)
+    app = Behind(reads=1)
+    assert through_the_gate(app, part(b"abcdefghi", more=True))[:1] == [413]
     assert app.read == []
 
 
@@ -248,7 +257,7 @@ def test_32_a_stopped_engine_is_503(engine: Engine, client: TestClient) -> None:
     assert "stopped" in answer.json()["error"]["message"]
 
 
-def test_32_large_body_without_token_is_not_read(client: TestClient) -> None:
+def test_32_large_body_without_token_is_401(client: TestClient) -> None:
     assert client.post(DISABLE, content=b"x" * 10**6).status_code == 401
 
 
@@ -259,15 +268,22 @@ def test_white_space_around_the_token_does_not_count(
     """`VARIABLE="$(cat FILE)"` strips it, `--env-file` and secrets of Kubernetes do not."""
     monkeypatch.setenv(ADMIN_TOKEN_ENV, token)
     app = FastAPI()
-    admin = mount(app)
-    assert admin is not None
-    admin.state.engine_client = engine
+    mounted = mount(app)
+    assert mounted is not None
+    mounted.state.engine_client = engine
     client = TestClient(app)
     for sent in (TOKEN, token.strip("\r\n")):
         assert client.get(STATUS, headers=bearer(sent)).status_code == 200
     for sent in (TOKEN, token):
         answer = client.post(LOGIN, data={"token": sent}, follow_redirects=False)
         assert answer.status_code == 303
+
+
+def test_a_token_that_no_client_can_send_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environb, ADMIN_TOKEN_ENV.encode(), b"secret \xff")
+    with pytest.raises(ConfigError, match=f"{ADMIN_TOKEN_ENV} is not UTF-8") as refused:
+        mount(FastAPI())
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("token", [None, "", " ", "\n"])

@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
 import vllm_segreuse
-from vllm_segreuse.config import SegReuseConfig
+from vllm_segreuse.config import ConfigError, SegReuseConfig
 from vllm_segreuse.features import having
 from vllm_segreuse.features.bodies import TOO_DEEP
 from vllm_segreuse.features.knowledge.errors import KnowledgeError
@@ -33,6 +33,9 @@ from vllm_segreuse.serve import routes
 from vllm_segreuse.serve.front import fronts
 
 ADMIN_TOKEN_ENV = "VLLM_SEGREUSE_ADMIN_TOKEN"
+
+MOST_DROPPED = 1 << 30
+"""Bytes of a body that is refused, before the connection is closed all the same."""
 
 logger = init_logger("vllm.segreuse")
 
@@ -57,6 +60,10 @@ def mount(app: FastAPI) -> FastAPI | None:
         then none of its paths exists.
     """
     token = os.environ.get(ADMIN_TOKEN_ENV, "").strip(string.whitespace)  # as headers' values are
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{ADMIN_TOKEN_ENV} is not UTF-8, which clients send") from None
     if not token:
         logger.info("%s is not set: no administrator's routes", ADMIN_TOKEN_ENV)
         return None
@@ -128,15 +135,11 @@ class Gate:
         if scope["type"] == "websocket":  # there are none here: the handshake is refused with 403
             await send({"type": "websocket.close", "code": 1008})
             return
-        refusal = self.refusal(scope)
-        if refusal is not None:
-            await refusal(scope, receive, send)
-            return
-        limit = self.limit(scope)
-        body = await _read(receive, limit)
-        if body is None:
-            text = f"this server takes bodies of up to {limit} bytes: send fewer documents at once"
-            await answer(413, text)(scope, receive, send)
+        limit, refusal = self.limit(scope), self.refusal(scope)
+        body = await _read(receive, limit if refusal is None else 0)
+        if refusal is not None or body is None:
+            text = f"this server takes bodies of up to {limit} bytes: send less at once"
+            await (refusal or answer(413, text))(scope, receive, send)
             return
         sent = False
 
@@ -173,15 +176,22 @@ class Gate:
 
 
 async def _read(receive: Receive, max_bytes: int) -> bytes | None:
-    """The whole body; None if it is too large, or the client has gone."""
-    body = bytearray()
+    """The whole body; None if it is too large, or the client has gone.
+
+    Of one that is too large the rest is read and dropped: most clients read no answer before all is
+    sent, and those that want it closed then would find the connection broken.
+    """
+    body, left = bytearray(), max_bytes
     while True:
         message = await receive()
-        body += message.get("body", b"")
-        if message["type"] == "http.disconnect" or len(body) > max_bytes:
+        part = message.get("body", b"")
+        left -= len(part)
+        if left >= 0:
+            body += part
+        if message["type"] == "http.disconnect" or left < -MOST_DROPPED:
             return None
         if not message.get("more_body", False):
-            return bytes(body)
+            return bytes(body) if left >= 0 else None
 
 
 def answer(

@@ -35,6 +35,7 @@ _DOCUMENTS = _BASE + "/documents"
 _DOCUMENT = _DOCUMENTS + "/{document_id:path}"
 # Beside the documents: below them, "/text" could be the end of an id.
 _TEXT = _BASE + "/texts/{document_id:path}"
+_WAITED = {200: {"model": Documents, "description": "`wait`: they are computed."}}
 _FULL = {507: {"model": ErrorAnswer, "description": "Over the share of the KV cache."}}
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -75,11 +76,7 @@ async def delete_base(name: str, request: Request) -> None:
     await service_of(request.app.state).delete_base(name)
 
 
-@router.post(
-    _DOCUMENTS,
-    status_code=202,
-    responses=_FULL | {200: {"model": Documents, "description": "`wait`: they are computed."}},
-)
+@router.post(_DOCUMENTS, status_code=202, responses=_FULL | _WAITED)
 async def add_documents(
     name: str, body: AddDocuments, request: Request, response: Response
 ) -> Documents:
@@ -115,11 +112,7 @@ async def delete_document(name: str, document_id: str, request: Request) -> None
     await service_of(request.app.state).delete(name, document_id)
 
 
-@router.post(
-    _BASE + "/warm",
-    status_code=202,
-    responses={200: {"model": Documents, "description": "`wait`: they are computed."}},
-)
+@router.post(_BASE + "/warm", status_code=202, responses=_WAITED)
 async def warm_documents(
     name: str, body: WarmDocuments, request: Request, response: Response
 ) -> Documents:
