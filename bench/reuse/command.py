@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bench import harness, records
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     for folder in filter(None, (args.model, args.chooser)):
         require_model(folder)
     chosen = seeds.chosen()
+    if args.rank_heads:
+        return _rank_heads(args, chosen)
     where = harness.environment()
     setting = {
         "model": args.model.resolve().name,
@@ -109,6 +112,28 @@ def run(args: argparse.Namespace) -> int:
     return 0 if done else 130
 
 
+def _rank_heads(args: argparse.Namespace, chosen: str) -> int:
+    """Print the lead of the heads that tell most, and what each of them tells."""
+    if chosen != "tuning":
+        raise UsageError("heads are chosen on examples of BENCH_QUALITY_SEEDS=tuning")
+    from bench.reuse import heads
+    from bench.reuse.laboratory import Laboratory, Wanted
+
+    wanted = Wanted.named(args.sources, "", args.shares)
+    laboratory = Laboratory(args.model, None, args.dtype, chosen, args.most_tokens)
+    steps = [(task, number) for number in range(args.examples) for task in args.tasks]
+    found = [
+        heads.Told.of(scene, wanted.shares[0])
+        for task, number in harness.progress(steps, "examples")
+        for *_, scene in laboratory.scenes(task, number, wanted.sources)
+    ]
+    best = heads.best(found, args.rank_heads)
+    print("heads=" + "+".join(f"{layer}.{head}" for layer, head in best))
+    print(f"the policy's choice tells {fmean(one.policy for one in found):.3f}; a head alone")
+    print("\n".join(f"{layer}.{head}  {told:.3f}" for (layer, head), told in best.items()))
+    return 0
+
+
 def _missing(
     tasks: Sequence[str], examples: int, sources: Sequence[str], found: Sequence[Any]
 ) -> Iterator[tuple[str, int]]:
@@ -139,6 +164,13 @@ def _parser() -> argparse.ArgumentParser:
         default=2600,
         metavar="N",
         help="documents of an example; longer ones are drawn again, or passed over (2600)",
+    )
+    parser.add_argument(
+        "--rank-heads",
+        type=int,
+        metavar="N",
+        help="only print the lead `heads=` of the N heads that tell most of what to recompute, "
+        "with the first of --shares",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it here")
     return parser

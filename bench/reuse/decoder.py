@@ -26,15 +26,14 @@ NAME = "bench-reuse"
 class KV:
     """Keys and values of a sequence, at every layer.
 
-    Attributes:
-        keys: `[layers, KV heads, room, channels]`, rotated to their positions.
+    Args:
+        keys: `[layers, KV heads, room, channels]`, rotated to their positions; a list of layers'
+            will do where it is only computed with, as for gradients.
         values: the same shape.
         hidden: positions that nobody attends to.
     """
 
-    def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, keys: Any, values: Any, hidden: torch.Tensor | None = None) -> None:
         self.keys, self.values, self.hidden = keys, values, hidden
 
     def copy(self) -> KV:
@@ -238,7 +237,8 @@ class Decoder:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         config = model.config
-        self._model, self.tokenizer = model, tokenizer
+        # Gradients are of KV, where they are asked for at all.
+        self._model, self.tokenizer = model.requires_grad_(False), tokenizer
         self.num_layers = config.num_hidden_layers
         self._layer_types = getattr(config, "layer_types", None) or [None] * self.num_layers
         self._heads = config.num_key_value_heads
@@ -261,7 +261,6 @@ class Decoder:
             torch.zeros(shape, dtype=self._model.dtype), torch.zeros(shape, dtype=self._model.dtype)
         )
 
-    @torch.no_grad()
     def compute(
         self,
         kv: KV,
@@ -301,7 +300,6 @@ class Decoder:
             return torch.empty(0)
         return self._model.lm_head(states[-logits:]).float()
 
-    @torch.no_grad()
     def moved(self, kv: KV, first: int, stop: int, to: int) -> KV:
         """Keys and values of `[first, stop)`, as they are from position `to` on (delta RoPE)."""
         keys = kv.keys[:, :, first:stop].clone()

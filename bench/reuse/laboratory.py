@@ -78,6 +78,22 @@ class Laboratory:
 
     def measured(self, task: str, number: int, wanted: Wanted) -> Iterator[Record]:
         """Ask one example, its documents' KV from each source; nothing if it is too long."""
+        for source, example, scene in self.scenes(task, number, wanted.sources):
+            yield Record(
+                task=task,
+                number=number,
+                source=source,
+                documents=len(example.documents),
+                tokens=len(scene.asked.tokens),
+                reused=scene.num_reused,
+                full=self._score(example, scene.asked.answer),
+                leads=self._outcomes(scene, example, wanted),
+            )
+
+    def scenes(
+        self, task: str, number: int, sources: Sequence[str]
+    ) -> Iterator[tuple[str, Example, Scene]]:
+        """One example with its documents' KV from each source; nothing if it is too long."""
         example = self._draw(task, number)
         if example is None:
             return
@@ -85,18 +101,8 @@ class Laboratory:
         second = None
         if self._chooser is not None:
             second = in_full(self._chooser, self._prompts, example)
-        for source in wanted.sources:
-            scene = self._scene(example, asked, second, source, number)
-            yield Record(
-                task=task,
-                number=number,
-                source=source,
-                documents=len(example.documents),
-                tokens=len(asked.tokens),
-                reused=scene.num_reused,
-                full=self._score(example, asked.answer),
-                leads=self._outcomes(scene, example, wanted),
-            )
+        for source in sources:
+            yield source, example, self._scene(example, asked, second, source, number)
 
     def _scene(
         self,

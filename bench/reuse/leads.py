@@ -4,7 +4,7 @@
 Each is given the same first reading and a number of tokens, of which it may compute no more,
 counted as often as it computes them. `default` is the policy `focus` as it is, and each other lead
 differs from it in one thing; but `shift`, and `focus`, which neither levels nor carries. `exact`,
-`foreseen` and `helpers` know full prefill, which no server does.
+`foreseen`, `attributed` and `helpers` know full prefill, which no server does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import torch
 
+from bench.reuse.attribution import attributions
 from bench.reuse.decoder import KV, Carry, Side
 from bench.reuse.scene import Answered, Scene
 from vllm_segreuse.kernels.pages import Share
@@ -24,6 +25,9 @@ from vllm_segreuse.prefill.selection import BEGINNING
 
 Lead = Callable[[Scene, int], Answered]
 """Answers a scene of which so many reused tokens are computed."""
+
+Head = tuple[int, int]
+"""Layer and head."""
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 CARRIED = (FROM_THE_FRONT.values, FROM_THE_FRONT.keys, FROM_BEHIND.values, FROM_BEHIND.keys)
@@ -43,7 +47,8 @@ def levelled_scores(
     """Scores over the mean of their document to this power, its first tokens left out of it."""
     scores = (focus_scores(scene) if scores is None else scores).clone()
     for first, stop in scene.asked.documents:
-        scores[first:stop] /= scores[first + BEGINNING : stop].mean() ** power
+        # A head alone may pay a document nothing at all.
+        scores[first:stop] /= scores[first + BEGINNING : stop].mean().clamp(min=1e-9) ** power
     return scores
 
 
@@ -89,6 +94,17 @@ def of_layers(layers: tuple[int, ...]) -> Lead:
 
     def lead(scene: Scene, number: int) -> Answered:
         scores = levelled_scores(scene, scene.paid[list(layers)].sum((0, 2)).prod(0).sqrt())
+        return _recomputed(scene, scene.best(scores, number))
+
+    return lead
+
+
+def of_heads(heads: tuple[Head, ...]) -> Lead:
+    """The attention of some heads, in whatever layers (`heads.py`)."""
+
+    def lead(scene: Scene, number: int) -> Answered:
+        paid = torch.stack([scene.paid[layer, :, head] for layer, head in heads])
+        scores = levelled_scores(scene, paid.sum(0).prod(0).sqrt())
         return _recomputed(scene, scene.best(scores, number))
 
     return lead
@@ -267,6 +283,11 @@ def _foreseen(scene: Scene, number: int) -> Answered:
     return _recomputed(scene, scene.best(scores, number))
 
 
+def _attributed(scene: Scene, number: int) -> Answered:
+    """Chosen by what full prefill's KV of a token would be worth there (`attribution.py`)."""
+    return _recomputed(scene, scene.best(attributions(scene), number))
+
+
 def _smaller(scene: Scene, number: int) -> Answered:
     """Chosen by another model, which read the same prompt."""
     if scene.chooser is None:
@@ -306,11 +327,12 @@ LEADS: Mapping[str, Lead] = MappingProxyType(
         "hidden": _hidden,
         "exact": _exact,
         "foreseen": _foreseen,
+        "attributed": _attributed,
         "smaller": _smaller,
     }
 )
-"""By name; beside them `layers=4+5+9`, `levelled=.5`, `further=.25`, `keys=1.1` and
-`carried=.25+.4+3`."""
+"""By name; beside them `layers=4+5+9`, `heads=4.0+9.3`, `levelled=.5`, `further=.25`, `keys=1.1`
+and `carried=.25+.4+3`."""
 
 
 def _share(text: str) -> Share:
@@ -329,13 +351,17 @@ def lead(text: str) -> Named:
             return Named(text, LEADS[text], text != "shift")
         if name == "layers":
             return Named(text, of_layers(tuple(int(one) for one in value.split("+"))))
+        if name == "heads":
+            pairs = (tuple(map(int, one.split("."))) for one in value.split("+"))
+            return Named(text, of_heads(tuple((layer, head) for layer, head in pairs)))
         if name == "carried":
             return Named(text, carried(*map(_share, value.split("/"))))
         made = {"further": further, "keys": scaled, "levelled": levelled}[name]
         return Named(text, made(float(value)))
     except (KeyError, TypeError, ValueError):
         raise ValueError(
-            f"no lead {text!r}; there are {', '.join(LEADS)}, layers=N+N, levelled=POWER, "
+            f"no lead {text!r}; there are {', '.join(LEADS)}, layers=N+N, "
+            "heads=LAYER.HEAD+LAYER.HEAD, levelled=POWER, "
             "further=SHARE, keys=FACTOR and carried=COMMON+NEAR+REACH (of values, and behind a / "
             "of keys, by the token in front; then both by the one behind)"
         ) from None

@@ -28,7 +28,8 @@ from bench import harness
 from bench.english.prompts import Prompts
 from bench.english.tasks.base import Example
 from bench.quality import seeds
-from bench.reuse import command, ingestion, laboratory, leads, records
+from bench.reuse import command, heads, ingestion, laboratory, leads, records
+from bench.reuse.attribution import attributions
 from bench.reuse.decoder import NAME, Decoder
 from bench.reuse.laboratory import Wanted
 from bench.reuse.scene import Asked, Scene, computed_in, in_full
@@ -170,6 +171,7 @@ def test_all_tokens_recomputed_are_full_prefill(
     [
         *leads.LEADS,
         "layers=1+2",
+        "heads=1.0+2.3",
         "further=.5",
         "keys=1.1",
         "carried=.2+.4+3",
@@ -240,6 +242,62 @@ def test_exact_kv_of_all_tokens_is_full_prefill(
     scene = scene_of(decoder, prompts, asked, "alone")
     found = leads.LEADS["exact"](scene, scene.num_reused)
     torch.testing.assert_close(found.logits, asked.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_attribution_is_what_a_step_towards_exact_kv_changes(
+    decoder: Decoder, prompts: Prompts, asked: Asked
+) -> None:
+    scene = scene_of(decoder, prompts, asked, "alone")
+    found = attributions(scene)
+    assert not found[~scene.is_document].any()
+    token, step = int(found.abs().argmax()), 1e-2
+
+    def divergence(share: float) -> float:
+        kv = scene.kv.copy()
+        for mine, exact in ((kv.keys, asked.exact.keys), (kv.values, asked.exact.values)):
+            mine[:, :, token] += share * (exact[:, :, token] - mine[:, :, token])
+        first = scene.answered(torch.empty(0, dtype=torch.int64), kv).logits[:1]
+        of_full = asked.logits[:1].log_softmax(-1)
+        return float((of_full.exp() * (of_full - first.log_softmax(-1))).sum())
+
+    slope = (divergence(step) - divergence(-step)) / (2 * step)
+    assert float(found[token]) == pytest.approx(-slope, rel=0.05)
+
+
+def test_heads_tell_by_themselves_what_the_policy_tells_by_all(
+    decoder: Decoder, prompts: Prompts, asked: Asked
+) -> None:
+    scene = scene_of(decoder, prompts, asked)
+    everything = heads.Told.of(scene, 1.0)
+    assert everything.policy == pytest.approx(1)
+    torch.testing.assert_close(everything.heads, torch.ones(4, 4))
+    some = heads.Told.of(scene, 0.2)
+    assert 0 < some.policy < 1
+    # One head of the second half: the policy with no other.
+    scene.paid[:, :, [0, 1, 3]] = scene.paid[[0, 1, 3]] = 0
+    assert heads.Told.of(scene, 0.2).policy == pytest.approx(float(some.heads[2, 2]))
+
+
+def test_the_best_heads_are_best_on_average_and_in_no_last_layer() -> None:
+    def told(*rows: list[float]) -> heads.Told:
+        return heads.Told(torch.tensor(rows), 0.5)
+
+    found = [
+        told([0.5, 0.1], [0.2, 0.6], [1.0, 1.0]),
+        told([0.1, 0.3], [0.5, 0.4], [1.0, 1.0]),
+    ]
+    best = heads.best(found, 3)
+    assert [*best] == [(1, 1), (1, 0), (0, 0)]
+    assert [*best.values()] == pytest.approx([0.5, 0.35, 0.3])
+
+
+def test_heads_are_ranked_on_tuning_examples_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert command.main(["--model", str(tmp_path), "--rank-heads", "4"]) == 2
+    assert "BENCH_QUALITY_SEEDS=tuning" in capsys.readouterr().err
 
 
 def test_further_goes_beyond_what_is_computed(
@@ -329,6 +387,7 @@ def test_a_text_is_taken_from_the_last_prompt_that_has_it(decoder: Decoder) -> N
         (("far", "focus", "0.1"), "no source 'far'"),
         (("alone", "guess", "0.1"), "no lead 'guess'"),
         (("alone", "layers=x", "0.1"), "no lead 'layers=x'"),
+        (("alone", "heads=3", "0.1"), "no lead 'heads=3'"),
         (("alone", "focus", "1.5"), "a share of 1.5"),
     ],
 )
