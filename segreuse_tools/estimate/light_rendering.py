@@ -22,7 +22,7 @@ from segreuse_tools.estimate.prompts import PromptTokens
 from segreuse_tools.estimate.request_log import LeftOut, LogError, Logged, logged
 from segreuse_tools.estimate.traces.lines import LogLines, files_of
 from segreuse_tools.model_folder import InputError, find_model
-from vllm_segreuse.options.parsing import EXTRA_KEYS
+from vllm_segreuse.options.parsing import EXTRA_KEYS, RequestError, parse_extra_keys
 from vllm_segreuse.options.values import short_repr
 
 MOST_SEQUENCES = 16_384
@@ -113,17 +113,17 @@ class BodyPrompts:
                 )
 
     def _namespace(self, where: str, body: Mapping[str, Any], salt: str) -> int | None:
+        if body.get("prompt_logprobs") is not None:
+            return None  # such a request neither reuses nor donates
         xargs = body.get("vllm_xargs")
-        given = body.get(EXTRA_KEYS) or (isinstance(xargs, dict) and xargs.get(EXTRA_KEYS))
-        keys = given or self._extra_keys
-        if isinstance(keys, str):
-            keys = (keys,)
-        is_list = isinstance(keys, list | tuple)
-        if not is_list or not all(isinstance(key, str) and key for key in keys):
-            raise LogError(f"{where}: {EXTRA_KEYS} must be names, got {given!r}")
-        if not keys:
-            return None
-        return self._namespaces.setdefault((salt, *keys), len(self._namespaces))
+        given = body.get(EXTRA_KEYS)
+        if given is None and isinstance(xargs, dict):
+            given = xargs.get(EXTRA_KEYS)
+        try:
+            keys = parse_extra_keys(given) or self._extra_keys
+        except RequestError as error:
+            raise LogError(f"{where}: {error}") from None
+        return self._namespaces.setdefault((salt, *keys), len(self._namespaces)) if keys else None
 
     def _answer(self, where: str, line: Logged) -> int:
         if line.answer is not None:

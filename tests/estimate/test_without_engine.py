@@ -400,9 +400,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"prompt": "a", "n": 2, "temperature": 0}, "n must be 1 with temperature=0, got 2"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a text that is not empty"),
         ({"prompt": "a", "cache_salt": 7}, "cache_salt must be a text that is not empty"),
-        ({"prompt": "a", "extra_keys": [7]}, "extra_keys must be names, got [7]"),
-        ({"prompt": "a", "extra_keys": 7}, "extra_keys must be names, got 7"),
-        ({"prompt": "a", "vllm_xargs": {"extra_keys": True}}, "extra_keys must be names, got True"),
+        ({"prompt": "a", "extra_keys": [7]}, "extra_keys: the key 7 must be a string"),
+        ({"prompt": "a", "extra_keys": 7}, "extra_keys=7 must be a string or a list of 1 to 16"),
+        ({"prompt": "a", "extra_keys": []}, "extra_keys=[] (0 keys) must be a string or a list"),
+        ({"prompt": "a", "extra_keys": ""}, "extra_keys: the key '' must be 1 to 256 bytes"),
+        ({"prompt": "a", "vllm_xargs": {"extra_keys": True}}, "extra_keys=True must be a string"),
         ({"prompt": "a\ud83d"}, "holds half of a surrogate pair"),
         ({"prompt": "a", "answer": "\udc00"}, "holds half of a surrogate pair"),
         ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "must be a text"),
@@ -594,6 +596,8 @@ def test_prompts_have_the_session_the_documents_and_the_namespace_of_their_body(
     found_by_salt = prompts_of(tmp_path, *salted)
     assert [it.salt for it in found_by_salt] == ["a", "b", "a", ""]
     assert [it.namespace for it in found_by_salt] == [0, 1, 0, 2]
+    asking = [text | {"prompt_logprobs": 0} | xargs, text | {"prompt_logprobs": None} | xargs]
+    assert [it.namespace for it in prompts_of(tmp_path, *asking, keys=("a",))] == [None, 0]
     assert {tuple(it.documents) for it in found} == {("one", "two")}
     assert [it.namespace for it in found] == [None, None, None, None, 0, 0, 1]
     assert [it.namespace for it in prompts_of(tmp_path, *lines, keys=("a",))] == [
