@@ -16,6 +16,7 @@ import base64
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 from pydantic import ValidationError
@@ -67,7 +68,12 @@ class Scorer:
         self._client = httpx.Client(
             headers=authorized(checked_token(token)), timeout=timeout_s, transport=transport
         )
-        self._known: dict[str, tuple[float, dict[str, float]]] = {}
+        # By server: when it was asked, and weighted tokens by digest.
+        self._known: dict[str, tuple[float, dict[str, float]]] = {
+            name: (float("-inf"), {}) for name in self._servers
+        }
+        # At once: several that do not answer cost the time of one.
+        self._threads = ThreadPoolExecutor(max(1, len(self._servers)))
 
     def scores(self, digests: str | Iterable[str]) -> dict[str, float]:
         """Tokens of these documents that each server holds, weighted by their place.
@@ -79,9 +85,13 @@ class Scorer:
             digests: of the documents (`routing.document_digests`), or of a single one.
         """
         wanted = [digests] if isinstance(digests, str) else [*dict.fromkeys(digests)]
+        now = self._clock()
+        stale = [name for name in self._servers if now - self._known[name][0] >= self._max_age_s]
+        for name, held in zip(stale, self._threads.map(self._ask, stale), strict=True):
+            self._known[name] = now, held
         return {
-            name: sum(held.get(digest, 0.0) for digest in wanted)
-            for name, held in ((name, self._held(name)) for name in self._servers)
+            name: sum(self._known[name][1].get(digest, 0.0) for digest in wanted)
+            for name in self._servers
         }
 
     def best(self, digests: str | Iterable[str]) -> str | None:
@@ -92,18 +102,11 @@ class Scorer:
 
     def close(self) -> None:
         """Close the connections."""
+        self._threads.shutdown()
         self._client.close()
 
-    def _held(self, name: str) -> dict[str, float]:
-        """Weighted tokens of each document of a server, by digest."""
-        asked, held = self._known.get(name, (float("-inf"), {}))
-        now = self._clock()
-        if now - asked >= self._max_age_s:
-            held = self._ask(name)
-            self._known[name] = now, held
-        return held
-
     def _ask(self, name: str) -> dict[str, float]:
+        """Weighted tokens of each document of a server, by digest."""
         try:
             answer = self._client.get(f"{self._servers[name]}{PREFIX}/holdings")
             answer.raise_for_status()

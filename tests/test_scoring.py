@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -139,6 +140,20 @@ def answering(*engines: dict[str, tuple[int, str]]) -> Any:
     ]
     body = {"engines": [{"documents": held} for held in documents]}
     return httpx.MockTransport(lambda request: httpx.Response(200, json=body))
+
+
+def test_servers_are_asked_at_once() -> None:
+    """So that several that do not answer cost a router the time of one."""
+    all_are_asked = threading.Barrier(3)
+
+    def silent(request: httpx.Request) -> httpx.Response:
+        all_are_asked.wait(30)
+        raise httpx.ReadTimeout("no answer", request=request)
+
+    servers = {name: f"http://{name}" for name in ("one", "two", "three")}
+    scorer = Scorer(servers, TOKEN, transport=httpx.MockTransport(silent))
+    assert scorer.scores(["x"]) == dict.fromkeys(servers, 0.0)
+    scorer.close()
 
 
 def test_tokens_are_worth_less_where_they_must_be_copied_from() -> None:
