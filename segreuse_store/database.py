@@ -98,6 +98,9 @@ class Notes(NamedTuple):
     durable: Mapping[bytes, bool]
 
 
+_NOTHING = Notes({}, {})
+
+
 class RecordChanges(NamedTuple):
     """What others have changed; `gone` first.
 
@@ -146,6 +149,7 @@ class Database:
             self._sql = open_private(path, _TABLES, timeout_s=5.0)
             self._sql.isolation_level = None  # transactions begin and end where it says so
         self._notes: queue.SimpleQueue[Notes] = queue.SimpleQueue()
+        self._unwritten = _NOTHING
         self._seen = 0
         self.used = 0
 
@@ -230,8 +234,7 @@ class Database:
         Raises:
             OSError: nothing was changed.
         """
-        with self._lock, _errors(), self._transaction() as sql:
-            self._write_notes(sql)
+        with self._lock, _errors(), self._with_notes() as sql:
             there, new = self._new(sql, coming)
             places = [_FREE] * min(len(new), max(0, slots - self._count(sql)))
             if len(places) < len(new):
@@ -414,7 +417,8 @@ class Database:
             OSError: nothing was changed.
         """
         leaving: list[str] = []
-        with self._lock, _errors(), self._transaction() as sql:
+        # Notes first: what was to be held before must not be held again after this.
+        with self._lock, _errors(), self._with_notes() as sql:
             for digest in map(self.key_digest, keys):
                 if self._release(sql, digest):
                     continue
@@ -457,27 +461,34 @@ class Database:
     # What is known of records.
 
     def remember(self, notes: Notes) -> None:
-        """To be written with the next `note` or `reserve`. Waits for nothing."""
+        """To be written with the next `note`, `reserve` or `release`. Waits for nothing."""
         self._notes.put(notes)
 
     def note(self) -> None:
         """Writes down what is to be remembered.
 
         Raises:
-            OSError: it was not.
+            OSError: it was not; it will be with the next.
         """
-        with self._lock, _errors(), self._transaction() as sql:
-            self._write_notes(sql)
+        with self._lock, _errors(), self._with_notes():
+            pass
 
-    def _write_notes(self, sql: sqlite3.Connection) -> None:
+    @contextlib.contextmanager
+    def _with_notes(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that begins with the notes. If it fails, the next one has them, too."""
         while not self._notes.empty():
             used, durable = self._notes.get()
+            before = self._unwritten
+            self._unwritten = Notes({**before.used, **used}, {**before.durable, **durable})
+        with self._transaction() as sql:
             sql.executemany(
                 "UPDATE records SET used = max(used, ?) WHERE name = ?",
-                [(when, name) for name, when in used.items()],
+                [(when, name) for name, when in self._unwritten.used.items()],
             )
-            for key, is_durable in durable.items():
+            for key, is_durable in self._unwritten.durable.items():
                 (self._hold if is_durable else self._release)(sql, self.key_digest(key))
+            yield sql
+        self._unwritten = _NOTHING
 
     def _hold(self, sql: sqlite3.Connection, digest: bytes) -> None:
         sql.execute("INSERT OR IGNORE INTO holders VALUES (?, ?)", (digest, self._engine))

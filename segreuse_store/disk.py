@@ -54,9 +54,9 @@ class Disk:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def replace(self, descriptor: int, content: bytes) -> None:
-        """Writes the whole content of a small file."""
-        os.ftruncate(descriptor, 0)
+        """Writes the whole content of a small file; equal content is there at any time."""
         os.pwrite(descriptor, content, 0)
+        os.ftruncate(descriptor, len(content))
 
     def write(self, path: str, parts: Iterable[Buffer]) -> None:
         """Writes a new file and waits until the device has it."""

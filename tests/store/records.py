@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import resource
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,17 @@ class FaultyDisk(Disk):
             return method(*args, **named)
 
         return called
+
+
+@contextlib.contextmanager
+def no_file_grows() -> Iterator[None]:
+    """Every write to a file fails, also those of SQLite, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def raises(number: int) -> Callable[[], None]:

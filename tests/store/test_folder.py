@@ -17,7 +17,17 @@ from segreuse_store.database import Notes
 from segreuse_store.folder import LostError, RecordFolder
 from segreuse_store.format import HEAD_BYTES, TRAILER_BYTES, StoredRecord
 from tests.store import records
-from tests.store.records import SLOTS, FaultyDisk, folder, key_of, payload_of, raises, record, write
+from tests.store.records import (
+    SLOTS,
+    FaultyDisk,
+    folder,
+    key_of,
+    no_file_grows,
+    payload_of,
+    raises,
+    record,
+    write,
+)
 
 
 def reopened(store: RecordFolder, path: Path) -> dict[bytes, StoredRecord]:
@@ -313,6 +323,20 @@ def test_uses_and_durable_ones_are_noted(tmp_path: Path) -> None:
     kept = [store.new(record(number)) for number in (0, 1)]
     store.write([(row, payload_of(number)) for number, row in enumerate(kept)], SLOTS)
     store.remember(Notes({kept[0].name: 1e12}, {key_of(1): True}))
+    store.note()
+    store.close()
+    found = folder(tmp_path).at_start
+    assert [(row.key, row.durable) for row in found] == [(key_of(1), True), (key_of(0), False)]
+
+
+def test_what_could_not_be_noted_is_noted_with_the_next(tmp_path: Path) -> None:
+    store = folder(tmp_path)
+    kept = [store.new(record(number)) for number in (0, 1)]
+    store.write([(row, payload_of(number)) for number, row in enumerate(kept)], SLOTS)
+    store.remember(Notes({kept[0].name: 1e12}, {key_of(0): True, key_of(1): True}))
+    with no_file_grows(), pytest.raises(OSError, match="the database of the store"):
+        store.note()
+    store.remember(Notes({}, {key_of(0): False}))
     store.note()
     store.close()
     found = folder(tmp_path).at_start

@@ -27,6 +27,7 @@ from tests.store.records import (
     about_of,
     folder,
     key_of,
+    no_file_grows,
     payload_of,
     record,
     write,
@@ -311,6 +312,31 @@ def test_documents_of_a_stopped_engine_make_no_room_for_ordinary_records(start: 
     second.store(2)
     assert second.tier.counts["full"] == 1
     assert start(slots=1, name="one").there(1) == [1]
+
+
+def test_a_start_that_fails_on_a_full_disk_gives_up_no_documents(start: Start) -> None:
+    first = start(slots=1, name="one")
+    first.store(1, durable=True)
+    first.tier.shutdown()
+    with no_file_grows(), pytest.raises(OSError, match="File too large"):
+        start(slots=1, name="one")
+    second = start(slots=1, name="two")
+    second.store(2)
+    assert second.there(1, 2) == [1]
+
+
+def test_a_document_that_was_there_already_is_released_for_good(start: Start) -> None:
+    engine = start(slots=1, name="one")
+    engine.store(1)
+    engine.tier.set_durable([key_of(1)], True)
+    engine.store(1, durable=True)  # nothing is written, nor noted yet
+    engine.tier.erase([key_of(1)])
+    engine.tier.drain_jobs()
+    engine.poll()
+    engine.tier.folder.note()
+    engine.store(1)
+    engine.store(2)
+    assert engine.there(1, 2) == [2], "nobody holds the first one any more"
 
 
 def test_a_document_of_two_engines_goes_when_both_have_released_it(
