@@ -189,11 +189,13 @@ class Database:
 
     def _all_rows(self) -> list[tuple[str, StoredRecord | None]]:
         with self._transaction("DEFERRED") as sql:
-            self._seen = self._last_change(sql)
+            seen = self._last_change(sql)
             self._count(sql)
             query = f"SELECT {_COLUMNS} FROM records WHERE state = ? ORDER BY used"
             found = sql.execute(query, (_THERE,)).fetchall()
-        return [(name, self._record(name, *values)) for name, *values in found]
+        rows = [(name, self._record(name, *values)) for name, *values in found]
+        self._seen = seen  # not before all is read: what fails is asked again
+        return rows
 
     def _record(
         self, name: object, secret: object, about: object, durable: object, engine: object
@@ -527,7 +529,6 @@ class Database:
                 rows = self._all_rows()
                 others = [record for _, record in rows if record is not None and not record.mine]
                 return RecordChanges([], others, frozenset(name for name, _ in rows))
-            self._seen = found[-1][0]
             gone = [name for _, name, change in found if change != _CAME]
             erased = frozenset(name for _, name, change in found if change == _ERASED)
             coming = {name for _, name, _ in found} - {*gone}
@@ -535,6 +536,7 @@ class Database:
             found_rows = [self._sql.execute(query, (name, _THERE)).fetchone() for name in coming]
             record = [self._record(*row) for row in found_rows if row is not None]
             self._count(self._sql)
+            self._seen = found[-1][0]  # not before all is read: what fails is asked again
         coming_in = [row for row in record if row is not None and not row.mine]
         return RecordChanges(gone, coming_in, erased=erased)
 

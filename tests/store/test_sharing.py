@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +21,7 @@ from segreuse_store.disk import Disk
 from segreuse_store.encryption import Aes256Gcm
 from segreuse_store.folder import LostError
 from segreuse_store.leases import Leases, Owner
+from segreuse_store.sealing import Checksum
 from tests.store import records
 from tests.store.records import (
     SLOTS,
@@ -33,6 +35,9 @@ from tests.store.records import (
     write,
 )
 from tests.store.test_file_store import RECORD_BYTES, Engine
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Start = Callable[..., Engine]
 
@@ -103,6 +108,29 @@ def test_records_of_a_label_that_was_named_before_are_found_with_the_next_reques
     first.store(1)
     second.see()
     assert len(second.tier.claim(b"alice")) == 1
+
+
+@pytest.mark.parametrize("forgotten", [False, True], ids=["by name", "all of them"])
+def test_what_could_not_be_read_is_found_when_it_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: bool
+) -> None:
+    class Faulty(Checksum):
+        fails = True
+
+        def open(self, secret: bytes, context: bytes, sealed: Buffer, proof: Buffer) -> Buffer:
+            if self.fails:
+                raise OSError("made by the test")
+            return super().open(secret, context, sealed, proof)
+
+    first, second = folder(tmp_path), folder(tmp_path, sealer := Faulty())
+    if forgotten:
+        monkeypatch.setattr(database, "_MOST_CHANGES", 1)
+    write(first, 1, 2)
+    with pytest.raises(OSError, match="made by the test"):
+        second.changes()
+    sealer.fails = False
+    assert {found.key for found in second.changes().coming} == {key_of(1), key_of(2)}
+    assert second.changes().coming == []
 
 
 def test_what_both_compute_is_stored_once(start: Start, tmp_path: Path) -> None:
