@@ -428,6 +428,8 @@ def test_bad_options_of_audits_are_refused(given: object, message: str) -> None:
         ("observe: !!bool maybe", "'maybe'"),
         ("policy: !!timestamp x", "is not YAML"),
         ("policy: [", "while parsing"),
+        ("policy: shift\npolicy: exact", "'policy' is given twice"),
+        ("namespaces:\n  aa: [x]\n  aa: [y]", "'aa' is given twice"),
     ],
 )
 def test_a_file_that_is_no_yaml_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -38,6 +39,16 @@ at once serves nobody sooner."""
 
 class ConfigError(ValueError):
     """A server option is unknown or out of range."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that are given twice, of which PyYAML takes the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        counts = Counter(str(key.value) for key, _ in node.value)
+        if twice := next((key for key, count in counts.items() if count > 1), None):
+            raise ValueError(f"{short_repr(twice)} is given twice: drop one")
+        return super().construct_mapping(node, deep)
 
 
 def _switch_or_observe(value: Any) -> Any:
@@ -120,8 +131,7 @@ class ServerOptions(PolicyOptions):
     def _refuse_unknown(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             raise ValueError(f"{short_repr(data)} is no mapping of options")
-        unknown = [key for key in data if key not in cls.model_fields]
-        if unknown:
+        if unknown := [key for key in data if key not in cls.model_fields]:
             raise ValueError(unknown_text(unknown[0], cls.model_fields))
         return data
 
@@ -147,11 +157,9 @@ class ServerOptions(PolicyOptions):
         if path is None:
             return cls()
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {os.fspath(path)!r}: {error}") from None
-        try:
-            data = yaml.safe_load(text)
         except Exception as error:  # of many classes: of dates, of numbers, of depth
             raise ConfigError(f"{os.fspath(path)!r} is not YAML: {error}") from None
         return cls.from_options(data, source=os.fspath(path))

@@ -59,12 +59,15 @@ def number(most: float, null: str | None = None) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def count(low: int, high: int) -> BeforeValidator:
-    """An integer from `low` to `high`."""
+def count(low: int, high: int, null: str | None = None) -> BeforeValidator:
+    """An integer from `low` to `high`; with `null`, also None, which means that."""
+    wrong = f"must be an integer from {low} to {high}" + (f", or null for {null}" if null else "")
 
     def check(value: Any) -> Any:
+        if value is None and null:
+            return None
         if not is_int(value) or not low <= value <= high:
-            raise ValueError(f"must be an integer from {low} to {high}")
+            raise ValueError(wrong)
         return value
 
     return BeforeValidator(check)
@@ -93,13 +96,7 @@ def path(value: Any) -> Any:
 
 def tokens_or_null(low: int, null: str) -> BeforeValidator:
     """An integer from `low` to `MAX_TOKENS`, or None, which means what `null` says."""
-
-    def check(value: Any) -> Any:
-        if value is not None and not (is_int(value) and low <= value <= MAX_TOKENS):
-            raise ValueError(f"must be an integer from {low} to {MAX_TOKENS}, or null for {null}")
-        return value
-
-    return BeforeValidator(check)
+    return count(low, MAX_TOKENS, null)
 
 
 def flag(value: Any) -> bool:
@@ -118,8 +115,7 @@ def unknown_text(key: object, allowed: Iterable[str]) -> str:
 def first_error(error: ValidationError) -> tuple[str, str]:
     """The first of pydantic's errors: the field ("" if it is none's) and one sentence."""
     first = error.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    rule = first["msg"] if cause is None else str(cause)
+    rule = str(first.get("ctx", {}).get("error", first["msg"]))
     if not first["loc"]:
         return "", rule
     option = ".".join(str(part) for part in first["loc"])
@@ -140,7 +136,5 @@ def only_known(data: Any, fields: Mapping[str, Any], otherwise: str = "") -> Any
         raise ValueError(f"must be a mapping of options{otherwise}")
     for key in data:
         if key not in fields:
-            raise ValueError(
-                f"has the unknown option {short_repr(key)}; allowed are {', '.join(sorted(fields))}"
-            )
+            raise ValueError(f"has the {unknown_text(key, fields)}")
     return data
