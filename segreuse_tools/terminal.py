@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def complain(command: str, message: object) -> None:
@@ -19,8 +21,21 @@ def printable(name: object) -> str:
 
 def print_all(text: str) -> None:
     """Print a text at once; ends the process with status 1 where its reader wants no more."""
-    try:
+    with _while_read():
         print(text, flush=True)
+
+
+def write_all(content: bytes) -> None:
+    """The same of bytes, whatever the terminal's encoding is, and without a line's end."""
+    with _while_read():
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+
+
+@contextmanager
+def _while_read() -> Iterator[None]:
+    try:
+        yield
     except BrokenPipeError:
         # What is still buffered would fail again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

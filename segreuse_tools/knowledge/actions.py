@@ -23,7 +23,7 @@ from segreuse_tools.knowledge.client import (
     UnreachableError,
     batches,
 )
-from segreuse_tools.terminal import complain, print_all, printable
+from segreuse_tools.terminal import complain, print_all, printable, write_all
 from vllm_segreuse.features.knowledge.schemas import NewDocument
 
 POLL_S = 0.5
@@ -132,8 +132,7 @@ def _show(client: KnowledgeClient, given: Namespace) -> int:
     if found.text is None:
         complain("kb", "the server has no tokenizer: --json shows the tokens")
         return REFUSED
-    sys.stdout.buffer.write(found.text.encode())  # whatever the terminal's encoding is
-    sys.stdout.buffer.flush()
+    write_all(found.text.encode())
     if not found.is_exact:
         complain(
             "kb",
