@@ -159,10 +159,6 @@ def checked_key(key: str, what: str, to_do: str) -> str:
         raise ValueError(
             f"the {what} has the control character {found[0]!r}, which no header can carry: {to_do}"
         )
-    try:
-        key.encode()
-    except UnicodeEncodeError:  # bytes of a file or variable that Python has kept as they were
-        raise ValueError(f"the {what} is not UTF-8: {to_do}") from None
     return key
 
 

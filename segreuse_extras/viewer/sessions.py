@@ -27,7 +27,7 @@ class Sessions:
     """
 
     def __init__(self, token: str) -> None:
-        self._token = token.encode()
+        self._token = token.encode(errors="surrogateescape")  # variables need be no UTF-8
 
     @functools.cached_property
     def _key(self) -> bytes:

@@ -116,13 +116,14 @@ class BodyPrompts:
         if body.get("prompt_logprobs") is not None:
             return None  # such a request neither reuses nor donates
         xargs = body.get("vllm_xargs")
-        given = body.get(EXTRA_KEYS)
-        if given is None and isinstance(xargs, dict):
-            given = xargs.get(EXTRA_KEYS)
-        try:
-            keys = parse_extra_keys(given) or self._extra_keys
+        beside = xargs.get(EXTRA_KEYS) if isinstance(xargs, dict) else None
+        try:  # both, as a server does
+            given = parse_extra_keys(body.get(EXTRA_KEYS)), parse_extra_keys(beside)
         except RequestError as error:
             raise LogError(f"{where}: {error}") from None
+        if None not in given:
+            raise LogError(f"{where}: {EXTRA_KEYS} is given twice")
+        keys = given[0] or given[1] or self._extra_keys
         return self._namespaces.setdefault((salt, *keys), len(self._namespaces)) if keys else None
 
     def _answer(self, where: str, line: Logged) -> int:

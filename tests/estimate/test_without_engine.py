@@ -405,6 +405,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"prompt": "a", "extra_keys": []}, "extra_keys=[] (0 keys) must be a string or a list"),
         ({"prompt": "a", "extra_keys": ""}, "extra_keys: the key '' must be 1 to 256 bytes"),
         ({"prompt": "a", "vllm_xargs": {"extra_keys": True}}, "extra_keys=True must be a string"),
+        (
+            {"prompt": "a", "extra_keys": "a", "vllm_xargs": {"extra_keys": "b"}},
+            "extra_keys is given twice",
+        ),
         ({"prompt": "a\ud83d"}, "holds half of a surrogate pair"),
         ({"prompt": "a", "answer": "\udc00"}, "holds half of a surrogate pair"),
         ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "must be a text"),
@@ -584,7 +588,7 @@ def test_prompts_have_the_session_the_documents_and_the_namespace_of_their_body(
     both = {"user": "u", "session_id": "s"}
     xargs = {"vllm_xargs": {"extra_keys": ["a", "b"]}}
     lines = [text, text | both, text | {"user": "u"}, text | {"user": 7}, text | xargs]
-    lines += [text | {"extra_keys": ["a", "b"]}, text | {"extra_keys": "a"} | xargs]
+    lines += [text | {"extra_keys": ["a", "b"]}, text | {"extra_keys": "a"}]
     found = prompts_of(tmp_path, *lines)
     assert [it.session for it in found] == [None, "s", "u", None, None, None, None]
     passed_on = {"vllm_xargs": {"session_id": "x"}, "user": "u"}
