@@ -53,7 +53,11 @@ def connector(**side: Any) -> SimpleNamespace:
     return SimpleNamespace(scheduler_side=SimpleNamespace(**nothing | side))
 
 
-IDLE = {"pause_state": PauseState.UNPAUSED, "get_request_counts": lambda: (0, 0)}
+IDLE = {
+    "pause_state": PauseState.UNPAUSED,
+    "get_request_counts": lambda: (0, 0),
+    "num_waiting_for_streaming_input": 0,
+}
 
 
 def updated(model_runner_output: Any, ours: bool = True) -> list[Any]:
@@ -120,7 +124,8 @@ def stepped(paused: PauseState = PauseState.UNPAUSED, *own: Any) -> list[Any]:
         connector=connector(**side),
         requests={},
         pause_state=paused,
-        get_request_counts=lambda: (3, 1),
+        get_request_counts=lambda: (3, 3),
+        num_waiting_for_streaming_input=2,  # for their clients, not for the engine
         add_request=happened.append,
     )
     wrapped = _update_from_output(lambda *_: happened.append("updated") or "its outputs")
@@ -179,6 +184,7 @@ def test_what_a_reference_needs_of_vllms_scheduler_is_there() -> None:
     for name in ("add_request", "finish_requests", "get_request_counts"):
         assert callable(getattr(Real, name))
     assert isinstance(Real.pause_state, property)
+    assert "num_waiting_for_streaming_input" in Real.__init__.__code__.co_names
 
 
 class Scheduler:

@@ -208,7 +208,9 @@ def _check_frozen(world: World) -> None:
     pool = world.pool
     check_integrity(world.frozen)
     compressing.check_entries(world)
-    for block in _exact_frozen(world):
+    # An error over one entry may leave another of the same block, until a reset.
+    is_broken = parts_of(world.side).health.broken
+    for block in () if is_broken else _exact_frozen(world):
         name = pool.blocks[block].block_hash
         assert name is not None, f"frozen block {block} has no name"
         assert not get_block_hash(name).startswith(_OWN_NAME), f"frozen block {block} is not exact"

@@ -59,7 +59,11 @@ _SETUP: dict[str, st.SearchStrategy[Any]] = {
 
 
 def _setups(**fixed: Any) -> st.SearchStrategy[Setup]:
-    return st.builds(Setup, **_SETUP | {name: st.just(value) for name, value in fixed.items()})
+    strategies = {
+        name: value if isinstance(value, st.SearchStrategy) else st.just(value)
+        for name, value in fixed.items()
+    }
+    return st.builds(Setup, **_SETUP | strategies)
 
 
 WORLDS = {
@@ -70,6 +74,15 @@ WORLDS = {
     "sessions": _setups(sessions=True, isolated=False),
     "audits": _setups(audits=True, isolated=False),
     "drafts": _setups(drafts=3),
+    "stages": _setups(
+        stages=2,
+        asynchronous=st.booleans(),
+        tier_rows=0,
+        drafts=0,
+        similarity=False,
+        audits=False,
+        isolated=False,
+    ),
 }
 """What the engines of a machine have in common, by name."""
 

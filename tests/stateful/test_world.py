@@ -319,3 +319,23 @@ def test_no_plan_is_called_back_for_a_reset_that_vllm_refuses() -> None:
     assert world.counts["resets in vain"] == 1
     world.check()
     world.drain()
+
+
+@pytest.mark.parametrize("kind", ["heal_tokens", "audits"])
+def test_a_session_that_waits_for_its_client_needs_nothing_of_the_engine(kind: str) -> None:
+    """What an engine does in idle time is done, and then it need not step."""
+    world = World(Setup(60, **{kind: 8}))
+    world.sessions.begin([40, 41], None, answer=1)
+    options = {"segreuse_policy": "shift", "segreuse_min_reused_tokens": 4}
+    for tokens in (DOCUMENTS[0], [90, 91, 92, 93, *DOCUMENTS[0], 94]):
+        request = world.add(Ask(tokens=list(tokens), keys=("a",), options=options))
+        while not request.is_finished():
+            world.step()
+    for _ in range(20):
+        world.step()
+        world.check()
+    assert [it.status.name for it in world.live] == ["WAITING_FOR_STREAMING_REQ"]
+    assert not world.side.has_pending_work
+    done = {"heal_tokens": "segreuse-heal", "audits": "segreuse-audit"}[kind]
+    assert world.counts[done] > 0
+    world.drain()

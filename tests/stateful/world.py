@@ -106,6 +106,9 @@ class Setup:
         tier_rows: of the second tier; 0: there is none.
         max_views: of the index; fewer than there are namespaces, so that these make room.
         drafts: of speculative decoding, in a step; 0: there is none.
+        stages: of the pipeline; every plan takes several steps if there are others.
+        asynchronous: whether more steps under way are of vLLM's asynchronous scheduler; its plain
+            one has them where there are stages.
         audits: whether every request that reuses is audited.
         isolated: whether the model was trained on documents computed alone (`isolated.py`).
         heal_tokens: see `segreuse_extras/healing/options.py`.
@@ -130,6 +133,8 @@ class Setup:
     tier_rows: int = 0
     max_views: int = 2
     drafts: int = 0
+    stages: int = 1
+    asynchronous: bool = True
     audits: bool = False
     heal_tokens: int = 0
     isolated: bool = False
@@ -217,6 +222,7 @@ class World:
             prompt_logprobs=1 if ask.prompt_logprobs else None,
         )
         request_id = f"request-{next(self._ids)}"
+        ask.lora = ask.lora and self.setup.stages == 1
         identity = Identity(ask.keys, ask.salt, LORA.lora_name if ask.lora else None)
         self.identities[request_id] = identity, ask.seed
         return self.submit(
@@ -371,14 +377,22 @@ class World:
             check_integrity(self.index)
 
     def drain(self) -> None:
-        """Everything ends, in a bounded number of steps, and leaves nothing behind."""
+        """Everything ends, in a bounded number of steps, and leaves nothing behind; first whatever
+        does not wait for its client, while streaming sessions do."""
         self.release()
         self.pause(PauseState.UNPAUSED)
+        self._run_out()
         self.sessions.close()
+        self._run_out()
+        self.check()
+        invariants.check_idle(self)
+
+    def _run_out(self) -> None:
+        """Step until nothing is left but sessions that wait for their next part."""
         audits = self.setup.audits * 30
         parts = 600 if self.setup.heal_tokens else 0  # of 64 turns, as many as may wait
-        for _ in range(50 + parts + 40 * (len(self.live) + audits)):
-            if self.live:
+        for _ in range(50 + parts + 40 * (len(self._needy) + audits)):
+            if self._needy:
                 self.step()
             elif self.under_way:
                 self.complete()
@@ -387,10 +401,15 @@ class World:
             else:
                 break
             self.check()
-        starving = [f"{r.request_id} ({r.status.name})" for r in self.live]
+        starving = [f"{r.request_id} ({r.status.name})" for r in self._needy]
         assert not starving, f"requests starve: {starving}"
-        self.check()
-        invariants.check_idle(self)
+        assert not self.side.has_pending_work, "an engine that nobody needs steps for ever"
+
+    @property
+    def _needy(self) -> list[Request]:
+        """Requests that the engine has something to do for."""
+        idle = RequestStatus.WAITING_FOR_STREAMING_REQ
+        return [request for request in self.live if request.status != idle]
 
     def _left_behind(self, name: str) -> LeftBehind:
         tracked = parts_of(self.side).planner.get(name)
@@ -499,6 +518,7 @@ def _engine(setup: Setup) -> ModellessEngine:
         heal_tokens=setup.heal_tokens,
         heal_after_s=0.0,
     ).model_dump()
+    vllm_config.parallel_config.pipeline_parallel_size = setup.stages
     scheduling = vllm_config.scheduler_config
     scheduling.policy = "priority" if setup.priority else "fcfs"
     scheduling.max_num_batched_tokens = setup.max_step_tokens
@@ -506,7 +526,7 @@ def _engine(setup: Setup) -> ModellessEngine:
     scheduling.scheduler_reserve_full_isl = setup.whole_prompts
     scheduling.watermark = setup.watermark
     scheduling.long_prefill_token_threshold = setup.long_prompt_tokens
-    scheduling.async_scheduling = setup.in_flight > 1
+    scheduling.async_scheduling = setup.in_flight > 1 and setup.asynchronous
     region = Region(setup.tier_rows) if setup.tier_rows else None
     with ExitStack() as patched:
         of_connector = patch.object(SegReuseConnector, "_open_region", lambda connector: region)

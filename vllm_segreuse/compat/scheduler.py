@@ -59,7 +59,9 @@ def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
         failed = [] if side is None else _finish(self, side.take_failed())
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         if side is not None:
-            for request in side.take_requests(*self.get_request_counts(), is_paused(self)):
+            running, waiting = self.get_request_counts()
+            waiting -= self.num_waiting_for_streaming_input  # for their clients, not for the engine
+            for request in side.take_requests(running, waiting, is_paused(self)):
                 self.add_request(request)
             _report(failed + _finish(self, side.take_failed()), outputs)
         return outputs

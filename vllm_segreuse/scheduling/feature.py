@@ -255,7 +255,7 @@ class OwnRequests:
         """A step is over: requests to add.
 
         Args:
-            running, waiting: requests of the engine.
+            running, waiting: requests that need the engine.
             is_paused: whether none of them runs.
         """
         return ()
