@@ -6,7 +6,7 @@ siblings   each behind two documents of the same set, which the prompt asked abo
 reversed   all in one other prompt, in the opposite order
 stream     in three earlier prompts with other questions, which retrieved some of the documents in
            other orders; every document was retrieved once or more
-knowledge  as `vllm_segreuse.knowledge` ingests a base of the set, whatever it does
+knowledge  as `vllm_segreuse/features/knowledge` ingests a base of the set, whatever it does
 
 Siblings are not among the prompt's own documents: there they would be donors, too, computed behind
 less context than they are meant to have. All of these prompts are computed in full. A prompt of a

@@ -77,7 +77,9 @@ def _check(given: argparse.Namespace, names: Sequence[str], why: str) -> None:
 
 def _estimate(given: argparse.Namespace, engine_arguments: list[str]) -> int:
     if given.model is None:
-        raise InputError(f"{given.requests} has texts: name the model that reads them (--model)")
+        raise InputError(
+            f"{given.requests} is no trace of ids: name a model for its texts (--model)"
+        )
     of_file = None if given.config is None else SegReuseConfig.from_yaml(given.config)
     left_out = LeftOut(given.strict)
     log = _ordered(read_log(given.requests, left_out), given.tokens_per_second is not None)

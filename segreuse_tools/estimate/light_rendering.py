@@ -69,7 +69,7 @@ class BodyPrompts:
         self, path: Path, model: str | None, extra_keys: Sequence[str], left_out: LeftOut
     ) -> None:
         if model is None:
-            raise InputError(f"{path} has texts: name the model that reads them (--model)")
+            raise InputError(f"{path} is no trace of ids: name a model for its texts (--model)")
         self._tokenizer = ChatTokenizer(find_model(model))
         self._extra_keys = tuple(extra_keys)
         self._left_out = left_out

@@ -129,7 +129,7 @@ def _opened(given: argparse.Namespace, found: Format | None) -> _Log:
         raise InputError("--write-block-size needs --write FILE.jsonl")
     if found in (None, Format.BODIES):
         if given.write is not None:
-            raise InputError(f"--write is for traces of ids, and {given.requests} has texts")
+            raise InputError(f"--write is for traces of ids, and {given.requests} is none")
         from segreuse_tools.estimate.light_rendering import BodyPrompts
 
         bodies = BodyPrompts(given.requests, given.model, given.extra_keys, left_out)

@@ -378,7 +378,10 @@ def test_texts_with_an_engine_have_its_options(tmp_path: Path, run: Any) -> None
     assert (status, "--write is for traces of ids" in err) == (2, True)
     for options in ([], ["--without-engine"]):
         status, _, err = run(file, *options)
-        assert (status, "has texts: name the model that reads them (--model)" in err) == (2, True)
+        assert (status, "name a model for its texts (--model)" in err) == (
+            2,
+            True,
+        )
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
